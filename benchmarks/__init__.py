@@ -1,0 +1,1 @@
+"""Measurements of lossguard against native torch: ``python -m benchmarks``."""

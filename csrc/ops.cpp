@@ -1,0 +1,323 @@
+// The ops: they check shapes, allocate, dispatch, and know nothing of a loss's inside.
+//
+// Every forward returns (loss, saved); `saved` is what its backward needs and cheaper than to compute
+// anew (losses.h). Integers stand for what is spelled in Python: `flags` is laid out in policy.h.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "cpu/launchers.h"
+#include "cpu/parallel.h"
+#include "losses.h"
+#include "raise.h"
+
+namespace lossguard {
+
+// torch's own thread pool. A throw inside a worker would lose its text: kernels do not throw.
+void cpu::parallel_for_impl(int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, body, context));
+}
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+bool is_float(DType d) { return d != DType::i64 && d != DType::u8; }
+
+DType dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Half: return DType::f16;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Long: return DType::i64;
+    case ScalarType::Byte: return DType::u8;
+    default: throw_unsupported(std::string(name) + " has the dtype " + torch::headeronly::toString(t.scalar_type()));
+  }
+}
+
+View view(const Tensor& t, const char* name) {
+  View v;
+  v.present = true;
+  v.dtype = dtype_of(t, name);
+  v.data = const_cast<void*>(t.const_data_ptr());
+  v.ndim = int(t.dim());
+  const auto sizes = t.sizes(), strides = t.strides();
+  for (int d = 0; d < v.ndim; ++d) {
+    v.sizes[d] = sizes[d];
+    v.strides[d] = strides[d];
+  }
+  return v;
+}
+View view(const MaybeTensor& t, const char* name) { return t ? view(*t, name) : View{}; }
+
+void require(bool holds, const char* why) {
+  if (!holds) throw_unsupported(why);
+}
+bool same_shape(const View& a, const View& b) {
+  if (a.ndim != b.ndim) return false;
+  for (int d = 0; d < a.ndim; ++d)
+    if (a.sizes[d] != b.sizes[d]) return false;
+  return true;
+}
+// v as if it had the shape of `like`, which it must broadcast to.
+View broadcast(const View& v, const View& like, const char* why) {
+  if (!v) return v;
+  require(v.ndim <= like.ndim, why);
+  View out = like;
+  out.data = v.data;
+  out.dtype = v.dtype;
+  for (int d = 0; d < like.ndim; ++d) {
+    const int from = d - (like.ndim - v.ndim);
+    out.strides[d] = 0;
+    if (from < 0 || v.sizes[from] == 1) continue;
+    require(v.sizes[from] == like.sizes[d], why);
+    out.strides[d] = v.strides[from];
+  }
+  return out;
+}
+
+int32_t code_of(DType d) {
+  switch (d) {
+    case DType::f32: return aoti_torch_dtype_float32();
+    case DType::f64: return aoti_torch_dtype_float64();
+    case DType::f16: return aoti_torch_dtype_float16();
+    default: return aoti_torch_dtype_bfloat16();
+  }
+}
+// A contiguous tensor beside `like`, through the cheapest door the stable ABI has.
+Tensor empty(const Tensor& like, const int64_t* sizes, int ndim, DType dtype) {
+  int64_t strides[kMaxDims], stride = 1;
+  for (int d = ndim - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  int32_t device;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(ndim, sizes, strides, code_of(dtype), device, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+DType saved_dtype(const View& input) { return input.dtype == DType::f64 ? DType::f64 : DType::f32; }
+DType loss_dtype(const View& input, const Flags& flags) {
+  return flags.float_loss && input.dtype != DType::f64 ? DType::f32 : input.dtype;
+}
+void require_autocast_or_same(const View& v, const View& input, const Flags& flags, const char* why) {
+  require(!v || v.dtype == input.dtype || (flags.float_loss && is_float(v.dtype) && v.dtype != DType::f64 && input.dtype != DType::f64), why);
+}
+// A gradient of the loss, repeated over the rows or elements where it is one number.
+View grad_over(const Tensor& grad, const View& elements) {
+  const View g = view(grad, "grad");
+  require(is_float(g.dtype), "grad must be floating point");
+  return g.ndim == 0 ? broadcast(g, elements, "") : g;
+}
+
+Call call(const char* loss, int64_t site, const Flags& flags, const View& input, const View& target, const Tensor& like) {
+  int32_t device;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  return {loss, site, flags, input, target, device, like.get_device_index()};
+}
+
+// ---- BCE and BCE-with-logits
+
+ElementwiseLoss elementwise(bool with_logits, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                            const MaybeTensor& pos_weight, int64_t flags) {
+  ElementwiseLoss a;
+  a.with_logits = with_logits;
+  a.flags = decode(flags);
+  a.input = view(input, "input");
+  a.target = view(target, "target");
+  require(is_float(a.input.dtype), "input must be floating point");
+  require(same_shape(a.input, a.target), "target must have the shape of input");
+  require_autocast_or_same(a.target, a.input, a.flags, "target must have the dtype of input");
+  a.weight = broadcast(view(weight, "weight"), a.input, "weight must broadcast to the shape of input");
+  a.pos_weight = broadcast(view(pos_weight, "pos_weight"), a.input, "pos_weight must broadcast to the shape of input");
+  require(!a.weight || is_float(a.weight.dtype), "weight must be floating point");
+  require(!a.pos_weight || is_float(a.pos_weight.dtype), "pos_weight must be floating point");
+  return a;
+}
+
+std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss a, const Tensor& input, int64_t site) {
+  const int64_t tail = kSavedTail;
+  Tensor saved = empty(input, &tail, 1, saved_dtype(a.input));
+  a.saved = view(saved, "saved");
+  const DType dtype = loss_dtype(a.input, a.flags);
+  Tensor loss = a.flags.reduction != Reduction::none ? empty(input, nullptr, 0, dtype)
+                : dtype == a.input.dtype             ? torch::stable::empty_like(input)
+                                                     : empty(input, a.input.sizes, a.input.ndim, dtype);
+  const Violations violations = cpu::elementwise_forward(a, view(loss, "loss"));
+  if (violations.count) deliver(violations, call(name, site, a.flags, a.input, a.target, input));
+  return {std::move(loss), std::move(saved)};
+}
+
+Tensor elementwise_backward(ElementwiseLoss a, const Tensor& grad, const Tensor& input, const Tensor& saved) {
+  a.saved = view(saved, "saved");
+  require(a.saved.numel() == kSavedTail && a.saved.dtype == saved_dtype(a.input), "saved is not of this loss");
+  const View g = grad_over(grad, a.input);
+  require(same_shape(g, a.input), "grad must have the shape of the loss");
+  Tensor out = torch::stable::empty_like(input);
+  cpu::elementwise_backward(a, g, view(out, "out"));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> bce_forward(const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                                       int64_t flags, int64_t site) {
+  return elementwise_forward("BCELoss", elementwise(false, input, target, weight, std::nullopt, flags), input, site);
+}
+Tensor bce_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                    const Tensor& saved, int64_t flags) {
+  return elementwise_backward(elementwise(false, input, target, weight, std::nullopt, flags), grad, input, saved);
+}
+std::tuple<Tensor, Tensor> bce_with_logits_forward(const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                                                   const MaybeTensor& pos_weight, int64_t flags, int64_t site) {
+  return elementwise_forward("BCEWithLogitsLoss", elementwise(true, input, target, weight, pos_weight, flags), input,
+                             site);
+}
+Tensor bce_with_logits_backward(const Tensor& grad, const Tensor& input, const Tensor& target,
+                                const MaybeTensor& weight, const MaybeTensor& pos_weight, const Tensor& saved,
+                                int64_t flags) {
+  return elementwise_backward(elementwise(true, input, target, weight, pos_weight, flags), grad, input, saved);
+}
+
+// ---- cross-entropy and NLL
+
+RowLoss rows(const Tensor& input, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index,
+             double smoothing, int64_t flags) {
+  RowLoss a;
+  a.flags = decode(flags);
+  a.input = view(input, "input");
+  a.target = view(target, "target");
+  a.weight = view(weight, "weight");
+  a.ignore_index = ignore_index;
+  a.smoothing = smoothing;
+  require(is_float(a.input.dtype), "input must be floating point");
+  require(a.input.ndim >= 1, "input must have a class dimension");
+  a.class_dim = a.input.ndim == 1 ? 0 : 1;
+  a.probabilities = is_float(a.target.dtype);
+  if (a.probabilities) {
+    require(same_shape(a.input, a.target), "class probabilities must have the shape of input");
+    require_autocast_or_same(a.target, a.input, a.flags, "class probabilities must have the dtype of input");
+  } else if (a.input.ndim == 1 && a.target.ndim == 1) {
+    require(a.target.sizes[0] == 1, "target must be one class index");  // as native: () or (1)
+    a.target.ndim = 0;
+  } else {
+    require(same_shape(a.input.without_dim(a.class_dim), a.target), "target must have the shape of input without classes");
+  }
+  if (a.weight) {
+    require(a.weight.ndim == 1 && a.weight.sizes[0] == a.classes(), "weight must have one element a class");
+    require_autocast_or_same(a.weight, a.input, a.flags, "weight must have the dtype of input");
+  }
+  return a;
+}
+
+Call call(const char* name, int64_t site, const RowLoss& a, const Tensor& like) {
+  Call c = call(name, site, a.flags, a.input, a.target, like);
+  c.num_classes = a.classes();
+  c.ignore_index = a.ignore_index;
+  return c;
+}
+
+// A row's loss each, or one number.
+Tensor row_loss(const RowLoss& a, const Tensor& input) {
+  const View rows = a.input.without_dim(a.class_dim);
+  const bool each = a.flags.reduction == Reduction::none;
+  return empty(input, rows.sizes, each ? rows.ndim : 0, loss_dtype(a.input, a.flags));
+}
+
+std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                                                 int64_t ignore_index, double smoothing, int64_t flags, int64_t site) {
+  RowLoss a = rows(input, target, weight, ignore_index, smoothing, flags);
+  const int64_t size = a.input.without_dim(a.class_dim).numel() + kSavedTail;
+  Tensor saved = empty(input, &size, 1, saved_dtype(a.input));
+  a.saved = view(saved, "saved");
+  Tensor loss = row_loss(a, input);
+  const Violations violations = cpu::cross_entropy_forward(a, view(loss, "loss"));
+  if (violations.count) deliver(violations, call("CrossEntropyLoss", site, a, input));
+  return {std::move(loss), std::move(saved)};
+}
+
+std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                                       int64_t ignore_index, int64_t flags, int64_t site) {
+  RowLoss a = rows(input, target, weight, ignore_index, 0, flags);
+  require(!a.probabilities, "target must hold class indices");
+  const int64_t tail = kSavedTail;
+  Tensor saved = empty(input, &tail, 1, saved_dtype(a.input));
+  a.saved = view(saved, "saved");
+  Tensor loss = row_loss(a, input);
+  const Violations violations = cpu::nll_forward(a, view(loss, "loss"));
+  if (violations.count) deliver(violations, call("NLLLoss", site, a, input));
+  return {std::move(loss), std::move(saved)};
+}
+
+Tensor row_backward(void (*launch)(const RowLoss&, const View&, const View&), RowLoss a, const Tensor& grad,
+                    const Tensor& input, const Tensor& saved, bool with_lse) {
+  const View per_row = a.input.without_dim(a.class_dim);
+  a.saved = view(saved, "saved");
+  require(a.saved.ndim == 1 && a.saved.numel() == kSavedTail + (with_lse ? per_row.numel() : 0) &&
+              a.saved.dtype == saved_dtype(a.input),
+          "saved is not of this loss");
+  const View g = grad_over(grad, per_row);
+  require(same_shape(g, per_row), "grad must have the shape of the loss");
+  Tensor out = torch::stable::empty_like(input);
+  launch(a, g, view(out, "out"));
+  return out;
+}
+
+Tensor cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                              const Tensor& saved, int64_t ignore_index, double smoothing, int64_t flags) {
+  return row_backward(cpu::cross_entropy_backward, rows(input, target, weight, ignore_index, smoothing, flags), grad,
+                      input, saved, true);
+}
+Tensor nll_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
+                    const Tensor& saved, int64_t ignore_index, int64_t flags) {
+  return row_backward(cpu::nll_backward, rows(input, target, weight, ignore_index, 0, flags), grad, input, saved,
+                      false);
+}
+
+}  // namespace
+}  // namespace lossguard
+
+STABLE_TORCH_LIBRARY(lossguard, m) {
+  m.def("bce_forward(Tensor input, Tensor target, Tensor? weight, int flags, int site) -> (Tensor, Tensor)");
+  m.def("bce_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor saved, int flags) -> Tensor");
+  m.def(
+      "bce_with_logits_forward(Tensor input, Tensor target, Tensor? weight, Tensor? pos_weight, int flags, int site)"
+      " -> (Tensor, Tensor)");
+  m.def(
+      "bce_with_logits_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor? pos_weight, "
+      "Tensor saved, int flags) -> Tensor");
+  m.def(
+      "cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, float label_smoothing, "
+      "int flags, int site) -> (Tensor, Tensor)");
+  m.def(
+      "cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor saved, "
+      "int ignore_index, float label_smoothing, int flags) -> Tensor");
+  m.def(
+      "nll_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, int flags, int site)"
+      " -> (Tensor, Tensor)");
+  m.def(
+      "nll_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor saved, int ignore_index, "
+      "int flags) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lossguard, CPU, m) {
+  using namespace lossguard;
+  m.impl("bce_forward", TORCH_BOX(&bce_forward));
+  m.impl("bce_backward", TORCH_BOX(&bce_backward));
+  m.impl("bce_with_logits_forward", TORCH_BOX(&bce_with_logits_forward));
+  m.impl("bce_with_logits_backward", TORCH_BOX(&bce_with_logits_backward));
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("nll_forward", TORCH_BOX(&nll_forward));
+  m.impl("nll_backward", TORCH_BOX(&nll_backward));
+}

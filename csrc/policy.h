@@ -1,0 +1,44 @@
+// What a call checks and what it does about a violation.
+//
+// The integer `flags` of every op packs the reduction with the policy the caller spelled out; what
+// the caller left open is taken from the calling thread's `guard`, else from `configure`.
+#pragma once
+#include <cstdint>
+
+namespace lossguard {
+
+enum class Reduction : int32_t { none, mean, sum };
+enum class OnViolation : int32_t { raise, warn, skip };
+
+struct Policy {
+  bool strict = true;         // also check what native CPU does not
+  bool check_finite = false;  // also check logits and log-probabilities
+  OnViolation on_violation = OnViolation::raise;
+
+  // Bits 0, 1 and 2-3; python/lossguard/_policy.py packs the same way.
+  int32_t pack() const {
+    return int32_t(strict) | int32_t(check_finite) << 1 | int32_t(on_violation) << 2;
+  }
+  static Policy unpack(int32_t code) {
+    return {bool(code & 1), bool(code >> 1 & 1), OnViolation(code >> 2 & 3)};
+  }
+};
+
+// Bits of `flags`: 0-1 reduction, 2 float32 loss for half inputs (autocast), then per policy field a
+// value that is 0 where the caller said nothing: 3-4 strict, 5-6 check_finite, 7-8 on_violation.
+struct Flags {
+  Reduction reduction;
+  bool float_loss;
+  Policy policy;
+};
+
+Flags decode(int64_t flags);
+
+namespace ambient {  // -1: no guard is active on this thread
+int32_t get_default();
+void set_default(int32_t code);
+int32_t get_local();
+void set_local(int32_t code);
+}  // namespace ambient
+
+}  // namespace lossguard

@@ -1,0 +1,49 @@
+"""BCE, BCE-with-logits, NLL and cross-entropy that name the bad label instead of killing the process.
+
+Change one import and keep the rest::
+
+    from lossguard import CrossEntropyLoss      # was: from torch.nn import CrossEntropyLoss
+    import lossguard.functional as F            # was: import torch.nn.functional as F
+
+A target or probability outside its range raises an exception that says where it is, what it is,
+what is valid and what the likely cause is; the process, the model and the device live on.
+"""
+
+from __future__ import annotations
+
+import torch as _torch  # before _C, which needs its libraries  # noqa: F401
+
+from . import functional
+from ._policy import configure, guard, policy
+from .errors import (
+    LossValidationError,
+    LossValidationWarning,
+    NonFiniteError,
+    NotValidatedWarning,
+    TargetOutOfBoundsError,
+    ValueOutOfRangeError,
+)
+from .modules import BCELoss, BCEWithLogitsLoss, CrossEntropyLoss, NLLLoss
+from .report import CallSite, Report, Section
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "CallSite",
+    "CrossEntropyLoss",
+    "LossValidationError",
+    "LossValidationWarning",
+    "NLLLoss",
+    "NonFiniteError",
+    "NotValidatedWarning",
+    "Report",
+    "Section",
+    "TargetOutOfBoundsError",
+    "ValueOutOfRangeError",
+    "configure",
+    "functional",
+    "guard",
+    "policy",
+]

@@ -1,0 +1,59 @@
+"""Calls that have no kernel go to native torch, so that a drop-in breaks nothing that worked.
+
+Native then computes, unchecked and with one warning; or it refuses, and its error, of its own type,
+says besides what was given.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from . import _callsite, errors
+
+_warned: set[tuple[str, str]] = set()
+_warned_lock = threading.Lock()
+
+
+def _describe(name: str, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{name}={value!r}"
+    return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} {value.device}"
+
+
+def fall_back(
+    function: Callable[..., Tensor], tensors: dict[str, Any], options: dict[str, Any], why: str
+) -> Tensor:
+    """`function(**tensors, **options)` by native torch; `why` says what lossguard has no kernel for."""
+    try:
+        result = function(**tensors, **options)
+    except Exception as error:
+        given = ", ".join(_describe(name, t) for name, t in tensors.items() if t is not None)
+        raise _explained(error, f"{error} (lossguard: {why}; given: {given})") from None
+    if not torch.compiler.is_compiling():
+        not_validated(function.__name__, why)
+    return result
+
+
+def _explained(error: Exception, text: str) -> Exception:
+    try:
+        return type(error)(text)
+    except Exception:  # a constructor of its own
+        return error
+
+
+def not_validated(name: str, why: str) -> None:
+    with _warned_lock:
+        if (name, why) in _warned:
+            return
+        _warned.add((name, why))
+    site = _callsite.here()
+    text = f"{name} was computed by native torch and not validated: {why} (said once)"
+    if site is None:
+        warnings.warn(text, errors.NotValidatedWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(text, errors.NotValidatedWarning, site.file, site.line)

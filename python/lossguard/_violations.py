@@ -1,0 +1,108 @@
+"""From the report of a kernel to the exception, or warning, of a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from . import _callsite, errors
+from .diagnosis import likely_causes
+from .report import CallSite, Report, Section
+
+_CHECKS = ("class_index", "unit_interval", "finite")  # csrc/report.h, Check
+_LABELS = ("-1", "-100", "255", "num_classes")  # csrc/report.h, WellKnown
+_DEVICES = {0: "cpu", 1: "cuda"}  # c10::DeviceType
+_WARN = 1  # csrc/policy.h, OnViolation
+
+_warned: set[tuple[str, int, str]] = set()
+_warned_lock = threading.Lock()
+
+
+def handle(found: dict[str, Any]) -> errors.LossValidationError | None:
+    """Called by the ops (csrc/module.cpp) when a check fails: the exception to throw, or None to go on."""
+    if found["on_violation"] > _WARN:
+        return None
+    report = _report(found)
+    if found["on_violation"] == _WARN:
+        _warn(report)
+        return None
+    return _exception(report)
+
+
+def _exception(report: Report) -> errors.LossValidationError:
+    kinds = [section.kind for section in report.sections]
+    if kinds[0] == "class_index":
+        return errors.TargetOutOfBoundsError(report)
+    return errors.NonFiniteError(report) if kinds[0] == "finite" else errors.ValueOutOfRangeError(report)
+
+
+def _warn(report: Report) -> None:
+    site = report.call_site or CallSite("<unknown>", 0, "?")
+    key = (site.file, site.line, report.loss)
+    with _warned_lock:
+        if key in _warned:
+            return
+        _warned.add(key)
+    text = f"{report}\n  on_violation=\"warn\": these elements are treated as ignored; said once for this line"
+    warnings.warn_explicit(text, errors.LossValidationWarning, site.file, site.line)
+
+
+def _report(found: dict[str, Any]) -> Report:
+    shapes = {name: tuple(found[name][0]) for name in ("input", "target")}
+    sections = [_section(s, shapes[s["subject"]], found.get("num_classes")) for s in found["sections"]]
+    kind, index = found["device"]
+    device = _DEVICES.get(kind, f"device type {kind}")
+    report = Report(
+        loss=found["loss"],
+        sections=sections,
+        shapes=shapes,
+        dtypes={name: found[name][1] for name in ("input", "target")},
+        device=device if kind == 0 else f"{device}:{index}",
+        num_classes=found.get("num_classes"),
+        ignore_index=found["ignore_index"] if found["target"][1] in ("int64", "uint8") else None,
+        rank=_rank(),
+        call_site=_callsite.lookup(found["site"]),
+    )
+    return dataclasses.replace(report, hints=likely_causes(report))
+
+
+def _section(s: dict[str, Any], shape: tuple[int, ...], num_classes: int | None) -> Section:
+    check = _CHECKS[s["check"]]
+    above = ">= num_classes" if check == "class_index" else "above 1"
+    kinds = dict(zip(("below 0", above, "NaN", "+inf", "-inf"), s["kinds"]))
+    labels = {name: n for name, n in zip(_LABELS, s["well_known"]) if n}
+    if num_classes == 255:  # one name for one value
+        labels.pop("255", None)
+    low, high = s.get("offender_range", (None, None))
+    seen_low, seen_high = s.get("seen_range", (None, None))
+    return Section(
+        tensor=s["subject"],
+        kind=check,
+        count=s["count"],
+        seen=s["seen"],
+        indices=[_unravel(i, shape) for i in s["indices"]],
+        values=s["values"],
+        counts={name: n for name, n in kinds.items() if n},
+        labels=labels,
+        min=low,
+        max=high,
+        seen_min=seen_low,
+        seen_max=seen_high,
+    )
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    out = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        out.append(rest)
+    return tuple(reversed(out))
+
+
+def _rank() -> int | None:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None

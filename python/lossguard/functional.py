@@ -1,0 +1,491 @@
+"""The four losses with the signatures of :mod:`torch.nn.functional`, checked while they are computed.
+
+Every function takes three keyword-only arguments more. Left None, they follow ``lossguard.guard`` and
+``lossguard.configure``:
+
+* ``strict``: also check what native torch does not check on the CPU;
+* ``check_finite``: also check that logits and log-probabilities are finite;
+* ``on_violation``: ``"raise"``, ``"warn"`` or ``"skip"``.
+
+They raise :class:`lossguard.TargetOutOfBoundsError` (an IndexError) for a class index outside
+``[0, C)``, :class:`lossguard.ValueOutOfRangeError` (a RuntimeError) for a probability outside [0, 1],
+:class:`lossguard.NonFiniteError` for a logit that is not finite; and for arguments that do not fit
+together the exception native torch raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as _functorch_active
+from torch._C import _is_any_autocast_enabled as _autocast_active
+from torch.autograd import forward_ad as _forward_ad
+from torch.nn._reduction import legacy_get_string
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from . import _autograd, _callsite, _native
+from ._ops import Unsupported
+from ._policy import _REDUCTIONS, FLOAT_LOSS, OnViolation, explicit_flags, reduction_flags
+
+__all__ = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss"]
+
+# NotImplementedError: the dispatcher knows no kernel for the device or subclass.
+_REFUSED = (Unsupported, NotImplementedError)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def binary_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor] = None,
+    size_average: Optional[bool] = None,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    *,
+    strict: Optional[bool] = None,
+    check_finite: Optional[bool] = None,
+    on_violation: Optional[OnViolation] = None,
+) -> Tensor:
+    """Binary cross-entropy of probabilities, as :func:`torch.nn.functional.binary_cross_entropy`.
+
+    ``-w (y log p + (1 - y) log(1 - p))`` with both logarithms held at -100.
+
+    Args:
+        input: (*) probabilities p in [0, 1]; float16, bfloat16, float32 or float64.
+        target: (*) probabilities y in [0, 1], of input's shape and dtype.
+        weight: broadcasts to (*).
+        reduction: "none", "mean" or "sum".
+
+    Returns: (*) for "none", else (). Of input's dtype.
+
+    Raises:
+        ValueOutOfRangeError: an element of input or target is outside [0, 1], or NaN.
+    """
+    if has_torch_function_variadic(input, target, weight):
+        return _overridden(
+            binary_cross_entropy,
+            F.binary_cross_entropy,
+            dict(input=input, target=target, weight=weight),
+            dict(size_average=size_average, reduce=reduce, reduction=reduction),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+        )
+    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if not _plain_eager():
+        return _special(_BCE, (input, target, weight), (), flags)
+    try:
+        if torch.is_grad_enabled() and _any_requires_grad(_BCE, input, target, weight):
+            return _autograd.bce.eager(input, target, weight, flags, 0)
+        return _autograd.bce.forward(input, target, weight, flags, 0)[0]
+    except _REFUSED as refusal:
+        return _refused(_BCE, (input, target, weight), (), flags, refusal)
+
+
+def binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor] = None,
+    size_average: Optional[bool] = None,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    pos_weight: Optional[Tensor] = None,
+    *,
+    strict: Optional[bool] = None,
+    check_finite: Optional[bool] = None,
+    on_violation: Optional[OnViolation] = None,
+) -> Tensor:
+    """Binary cross-entropy of logits, as :func:`torch.nn.functional.binary_cross_entropy_with_logits`.
+
+    ``w ((1 - y) x + (1 + (pos_weight - 1) y) log(1 + exp(-x)))``, computed without overflow; a
+    factor of 0 makes an infinite logit cost 0.
+
+    Args:
+        input: (*) logits x; float16, bfloat16, float32 or float64.
+        target: (*) probabilities y in [0, 1], of input's shape. Checked under ``strict`` (the default),
+            with room for rounding: 4 ulp at 1 in target's dtype, and 1e-6 at least. Elements with a
+            weight of 0 are exempt.
+        weight: broadcasts to (*).
+        pos_weight: broadcasts to (*); the weight of the positive answers.
+        reduction: "none", "mean" or "sum".
+
+    Returns: (*) for "none", else (). Of input's dtype.
+
+    Raises:
+        ValueOutOfRangeError: an element of target is outside [0, 1], or NaN.
+        NonFiniteError: an element of input is not finite, under ``check_finite``.
+    """
+    if has_torch_function_variadic(input, target, weight, pos_weight):
+        return _overridden(
+            binary_cross_entropy_with_logits,
+            F.binary_cross_entropy_with_logits,
+            dict(input=input, target=target, weight=weight, pos_weight=pos_weight),
+            dict(size_average=size_average, reduce=reduce, reduction=reduction),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+        )
+    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if not _plain_eager():
+        return _special(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags)
+    try:
+        if torch.is_grad_enabled() and _any_requires_grad(_BCE_WITH_LOGITS, input, target, weight, pos_weight):
+            return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, 0)
+        return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, 0)[0]
+    except _REFUSED as refusal:
+        return _refused(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags, refusal)
+
+
+def nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor] = None,
+    size_average: Optional[bool] = None,
+    ignore_index: int = -100,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    *,
+    strict: Optional[bool] = None,
+    check_finite: Optional[bool] = None,
+    on_violation: Optional[OnViolation] = None,
+) -> Tensor:
+    """Negative log-likelihood, as :func:`torch.nn.functional.nll_loss`.
+
+    ``-w[t] x[t]``; the mean divides by the sum of the weights ``w[t]`` of the targets that count.
+
+    Args:
+        input: (N, C), (N, C, D1..DK) or (C) log-probabilities x; float16, bfloat16, float32 or float64.
+        target: (N), (N, D1..DK) or (): class indices t, int64 or uint8.
+        weight: (C) of input's dtype.
+        ignore_index: elements with this target count for nothing, in loss, mean and gradient.
+        reduction: "none", "mean" or "sum".
+
+    Returns: target's shape for "none", else (). Of input's dtype.
+
+    Raises:
+        TargetOutOfBoundsError: a target is neither in [0, C) nor ``ignore_index``.
+        NonFiniteError: the log-probability of a target is not finite, under ``check_finite``.
+    """
+    if has_torch_function_variadic(input, target, weight):
+        return _overridden(
+            nll_loss,
+            F.nll_loss,
+            dict(input=input, target=target, weight=weight),
+            dict(size_average=size_average, ignore_index=ignore_index, reduce=reduce, reduction=reduction),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+        )
+    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if not _plain_eager():
+        return _special(_NLL, (input, target, weight), (ignore_index,), flags)
+    try:
+        if torch.is_grad_enabled() and _any_requires_grad(_NLL, input, target, weight):
+            return _autograd.nll.eager(input, target, weight, ignore_index, flags, 0)
+        return _autograd.nll.forward(input, target, weight, ignore_index, flags, 0)[0]
+    except _REFUSED as refusal:
+        return _refused(_NLL, (input, target, weight), (ignore_index,), flags, refusal)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Optional[Tensor] = None,
+    size_average: Optional[bool] = None,
+    ignore_index: int = -100,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    strict: Optional[bool] = None,
+    check_finite: Optional[bool] = None,
+    on_violation: Optional[OnViolation] = None,
+) -> Tensor:
+    """Cross-entropy of logits, as :func:`torch.nn.functional.cross_entropy`.
+
+    With ``lse = log sum_c exp(x[c])`` and smoothing ``e``, a class index t costs
+    ``(1 - e) w[t] (lse - x[t]) + e/C sum_c w[c] (lse - x[c])``, class probabilities q cost
+    ``sum_c w[c] ((1 - e) q[c] + e/C) (lse - x[c])`` (Szegedy et al., arXiv 1512.00567, for smoothing).
+
+    Args:
+        input: (N, C), (N, C, D1..DK) or (C) logits x; float16, bfloat16, float32 or float64.
+        target: (N), (N, D1..DK) or (): class indices, int64 or uint8. Or of input's shape and dtype:
+            class probabilities, checked against [0, 1] under ``strict`` (the default) with room for
+            rounding: 4 ulp at 1, and 1e-6 at least. Classes with a weight of 0 are exempt.
+        weight: (C) of input's dtype.
+        ignore_index: elements with this class index count for nothing, in loss, mean and gradient.
+        reduction: "none", "mean" (for class indices weighted by ``w[t]``) or "sum".
+        label_smoothing: e in [0, 1].
+
+    Returns: the shape of input without C for "none", else (). Of input's dtype.
+
+    Raises:
+        TargetOutOfBoundsError: a class index is neither in [0, C) nor ``ignore_index``.
+        ValueOutOfRangeError: a class probability is outside [0, 1], or NaN.
+        NonFiniteError: a logit of an element that counts is NaN or infinite, or every class is
+            masked with -inf; under ``check_finite``.
+    """
+    if has_torch_function_variadic(input, target, weight):
+        return _overridden(
+            cross_entropy,
+            F.cross_entropy,
+            dict(input=input, target=target, weight=weight),
+            dict(
+                size_average=size_average,
+                ignore_index=ignore_index,
+                reduce=reduce,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+            ),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+        )
+    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    if ignore_index >= 0 and target.is_floating_point():
+        return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags,
+                            "ignore_index is not defined for class probabilities")
+    if not _plain_eager():
+        return _special(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags)
+    try:
+        if torch.is_grad_enabled() and _any_requires_grad(_CROSS_ENTROPY, input, target, weight):
+            return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, 0)
+        return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, 0)[0]
+    except _REFUSED as refusal:
+        return _refused(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, refusal)
+
+
+# ---- what the four have in common
+
+
+class _Loss:
+    """What a loss's unusual calls need to know of it."""
+
+    def __init__(
+        self,
+        loss: _autograd.Loss,
+        native: Callable[..., Tensor],
+        tensors: tuple[str, ...],
+        constants: tuple[str, ...] = (),
+    ) -> None:
+        self.loss, self.native, self.tensors, self.constants = loss, native, tensors, constants
+        self.has_classes = "ignore_index" in constants
+
+
+_BCE = _Loss(_autograd.bce, F.binary_cross_entropy, ("input", "target", "weight"))
+_BCE_WITH_LOGITS = _Loss(
+    _autograd.bce_with_logits, F.binary_cross_entropy_with_logits, ("input", "target", "weight", "pos_weight")
+)
+_NLL = _Loss(_autograd.nll, F.nll_loss, ("input", "target", "weight"), ("ignore_index",))
+_CROSS_ENTROPY = _Loss(
+    _autograd.cross_entropy, F.cross_entropy, ("input", "target", "weight"), ("ignore_index", "label_smoothing")
+)
+
+
+def _flags(
+    size_average: Optional[bool],
+    reduce: Optional[bool],
+    reduction: str,
+    strict: Optional[bool],
+    check_finite: Optional[bool],
+    on_violation: Optional[str],
+) -> int:
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)  # with torch's deprecation warning
+    if strict is None and check_finite is None and on_violation is None:
+        flags = _REDUCTIONS.get(reduction)
+        return reduction_flags(reduction) if flags is None else flags
+    return reduction_flags(reduction) | explicit_flags(strict, check_finite, on_violation)
+
+
+def _plain_eager() -> bool:
+    return not (
+        torch.compiler.is_compiling()
+        or _functorch_active()
+        or _autocast_active()
+        or _forward_ad._current_level >= 0
+    )
+
+
+def _any_requires_grad(loss: _Loss, input: Tensor, target: Tensor, *weights: Optional[Tensor]) -> bool:
+    for weight in weights:
+        if weight is not None and weight.requires_grad:
+            if not (loss is _CROSS_ENTROPY and target.is_floating_point()):
+                raise Unsupported("weights have no gradient")
+            return True
+    return input.requires_grad or target.requires_grad
+
+
+@torch._dynamo.assume_constant_result
+def _forward_mode_transform() -> bool:
+    """Whether a functorch transform on the stack is jvp (also jacfwd and hessian)."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or []
+    return any(level.key() == functorch.TransformType.Jvp for level in stack)
+
+
+def _has_tangent(tensors: tuple[Any, ...]) -> bool:
+    return any(t is not None and _forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Tensor:
+    """A call under torch.compile, a functorch transform, autocast or forward-mode AD."""
+    input, target = tensors[:2]
+    compiling = torch.compiler.is_compiling()
+    if torch.is_autocast_enabled(input.device.type):
+        tensors, flags = _autocast(loss, tensors, flags)
+        input, target = tensors[:2]
+    transformed = compiling or _functorch_active()
+    if transformed and _forward_mode_transform():
+        return _native_call(loss, tensors, constants, flags, "forward-mode differentiation")
+    if not compiling and _forward_ad._current_level >= 0 and not _functorch_active() and _has_tangent(tensors):
+        return _native_call(loss, tensors, constants, flags, "forward-mode differentiation")
+    if not transformed:
+        try:
+            if torch.is_grad_enabled() and _any_requires_grad(loss, *tensors):
+                return loss.loss.eager(*tensors, *constants, flags, 0)
+            return loss.loss.forward(*tensors, *constants, flags, 0)[0]
+        except _REFUSED as refusal:
+            return _refused(loss, tensors, constants, flags, refusal)
+    why = _refusal(loss, tensors, flags)
+    if why is not None:
+        promoted = _promoted(loss, tensors)
+        if promoted is None:
+            return _native_call(loss, tensors, constants, flags, why)
+        return _like_native(loss, target, loss.loss.traced(*promoted, *constants, flags, _site()))
+    return loss.loss.traced(*tensors, *constants, flags, _site())
+
+
+def _site() -> int:
+    return _callsite.traced_site() if torch.compiler.is_dynamo_compiling() else 0
+
+
+def _autocast(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> tuple[tuple[Any, ...], int]:
+    """As native's rule for these losses: halves count as float32. The kernels widen as they read."""
+    floats = {t.dtype for t in tensors if t is not None and t.is_floating_point()}
+    if floats & {torch.float64} or not floats & set(_HALVES):
+        return tensors, flags
+    if tensors[0].dtype not in _HALVES:  # a half target beside float32 input: rare, widened here
+        tensors = tuple(t.float() if t is not None and t.dtype in _HALVES else t for t in tensors)
+    return tensors, flags | FLOAT_LOSS
+
+
+def _refusal(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> Optional[str]:
+    """Why no kernel takes these: the rules of csrc/ops.cpp, for calls that are traced first."""
+    input, target, *weights = tensors
+    for name, t in zip(loss.tensors, tensors):
+        if t is None:
+            continue
+        if t.layout != torch.strided or t.device != input.device or t.device.type not in ("cpu", "meta"):
+            return f"{name} is {t.layout} on {t.device}"
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(t):
+            return f"{name} is a {type(t).__name__}"
+    if input.dtype not in _FLOATS:
+        return f"input has the dtype {input.dtype}"
+    wide = flags & FLOAT_LOSS != 0
+    soft = target.is_floating_point()
+    if soft or not loss.has_classes:
+        if target.shape != input.shape:
+            return "target must have the shape of input"
+        if target.dtype != input.dtype and not (wide and target.dtype in _FLOATS):
+            return "target must have the dtype of input"
+    elif target.dtype not in (torch.int64, torch.uint8):
+        return f"target has the dtype {target.dtype}"
+    elif input.dim() == 0:
+        return "input must have a class dimension"
+    elif input.dim() == 1:
+        if target.dim() > 1 or (target.dim() == 1 and target.shape[0] != 1):
+            return "target must be one class index"
+    elif target.shape != input.shape[:1] + input.shape[2:]:
+        return "target must have the shape of input without classes"
+    if soft and loss is _NLL:
+        return "target must hold class indices"
+    for weight in weights:
+        if weight is None:
+            continue
+        if weight.requires_grad and torch.is_grad_enabled() and not (loss is _CROSS_ENTROPY and soft):
+            return "weights have no gradient"
+        if weight.dtype not in _FLOATS:
+            return f"weight has the dtype {weight.dtype}"
+        if loss.has_classes:
+            if weight.dim() != 1 or weight.shape[0] != input.shape[0 if input.dim() == 1 else 1]:
+                return "weight must have one element a class"
+            if weight.dtype != input.dtype and not wide:
+                return "weight must have the dtype of input"
+        elif not _broadcasts(weight, input):
+            return "weight must broadcast to the shape of input"
+    return None
+
+
+def _broadcasts(weight: Tensor, input: Tensor) -> bool:
+    if weight.dim() > input.dim():
+        return False
+    pairs = zip(reversed(weight.shape), reversed(input.shape))
+    return all(w == 1 or w == size for w, size in pairs)
+
+
+def _promoted(loss: _Loss, tensors: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
+    """Floating-point dtypes that differ, where native takes them, made one; else None."""
+    input, target = tensors[:2]
+    if not (loss is _BCE_WITH_LOGITS or (loss is _CROSS_ENTROPY and target.is_floating_point())):
+        return None
+    floats = [t.dtype for t in tensors if t is not None]
+    if len(set(floats)) < 2 or not all(dtype in _FLOATS for dtype in floats):
+        return None
+    common = input.dtype
+    for dtype in floats if loss is _CROSS_ENTROPY else floats[1:2]:
+        common = torch.promote_types(common, dtype)
+    promoted = tuple(t if t is None else t.to(common) for t in tensors)
+    return promoted if _refusal(loss, promoted, 0) is None else None
+
+
+def _like_native(loss: _Loss, target: Tensor, result: Tensor) -> Tensor:
+    """BCE-with-logits has the dtype of its target, natively."""
+    return result.to(target.dtype) if loss is _BCE_WITH_LOGITS else result
+
+
+def _refused(
+    loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, refusal: Exception
+) -> Tensor:
+    why = str(refusal) if isinstance(refusal, Unsupported) else f"no kernel for {_kind_of(tensors)}"
+    promoted = _promoted(loss, tensors) if isinstance(refusal, Unsupported) else None
+    if promoted is None:
+        return _native_call(loss, tensors, constants, flags, why)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in promoted):
+        result = loss.loss.eager(*promoted, *constants, flags, 0)
+    else:
+        result = loss.loss.forward(*promoted, *constants, flags, 0)[0]
+    return _like_native(loss, tensors[1], result)
+
+
+def _kind_of(tensors: tuple[Any, ...]) -> str:
+    kinds = {
+        type(t).__name__ if type(t) not in (Tensor, torch.nn.Parameter) else f"{t.device.type} tensors"
+        for t in tensors
+        if t is not None
+    }
+    return " and ".join(sorted(kinds))
+
+
+def _native_call(
+    loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, why: str
+) -> Tensor:
+    reduction = next(name for name, code in _REDUCTIONS.items() if code == flags & 3)
+    options = dict(zip(loss.constants, constants), reduction=reduction)
+    return _native.fall_back(loss.native, dict(zip(loss.tensors, tensors)), options, why)
+
+
+def _overridden(
+    function: Callable[..., Tensor],
+    native: Callable[..., Tensor],
+    tensors: dict[str, Any],
+    options: dict[str, Any],
+    policy: dict[str, Any],
+) -> Tensor:
+    """A subclass with __torch_function__, or a mode, is in charge: it may call back, or know native only."""
+    relevant = tuple(t for t in tensors.values() if t is not None)
+    try:
+        return handle_torch_function(function, relevant, **tensors, **options, **policy)
+    except TypeError as error:
+        if "__torch_function__" not in str(error) and "Multiple dispatch failed" not in str(error):
+            raise
+    kinds = " and ".join(sorted({type(t).__name__ for t in relevant}))
+    return _native.fall_back(native, tensors, options, f"{kinds} handles native torch functions only")
