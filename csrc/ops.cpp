@@ -108,6 +108,17 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int ndim, DType dtype) {
   return Tensor(handle);
 }
 
+// As torch's empty_like, which keeps the strides of a dense tensor, but for the common case directly.
+Tensor empty_like(const Tensor& like, const View& v) {
+  int64_t stride = 1;
+  bool contiguous = true;
+  for (int d = v.ndim - 1; d >= 0; --d) {
+    contiguous = contiguous && (v.strides[d] == stride || v.sizes[d] == 1);
+    stride *= v.sizes[d];
+  }
+  return contiguous ? empty(like, v.sizes, v.ndim, v.dtype) : torch::stable::empty_like(like);
+}
+
 DType saved_dtype(const View& input) { return input.dtype == DType::f64 ? DType::f64 : DType::f32; }
 DType loss_dtype(const View& input, const Flags& flags) {
   return flags.float_loss && input.dtype != DType::f64 ? DType::f32 : input.dtype;
@@ -147,25 +158,25 @@ ElementwiseLoss elementwise(bool with_logits, const Tensor& input, const Tensor&
   return a;
 }
 
-std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss a, const Tensor& input, int64_t site) {
+std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss&& a, const Tensor& input, int64_t site) {
   const int64_t tail = kSavedTail;
   Tensor saved = empty(input, &tail, 1, saved_dtype(a.input));
   a.saved = view(saved, "saved");
   const DType dtype = loss_dtype(a.input, a.flags);
   Tensor loss = a.flags.reduction != Reduction::none ? empty(input, nullptr, 0, dtype)
-                : dtype == a.input.dtype             ? torch::stable::empty_like(input)
+                : dtype == a.input.dtype             ? empty_like(input, a.input)
                                                      : empty(input, a.input.sizes, a.input.ndim, dtype);
   const Violations violations = cpu::elementwise_forward(a, view(loss, "loss"));
   if (violations.count) deliver(violations, call(name, site, a.flags, a.input, a.target, input));
   return {std::move(loss), std::move(saved)};
 }
 
-Tensor elementwise_backward(ElementwiseLoss a, const Tensor& grad, const Tensor& input, const Tensor& saved) {
+Tensor elementwise_backward(ElementwiseLoss&& a, const Tensor& grad, const Tensor& input, const Tensor& saved) {
   a.saved = view(saved, "saved");
   require(a.saved.numel() == kSavedTail && a.saved.dtype == saved_dtype(a.input), "saved is not of this loss");
   const View g = grad_over(grad, a.input);
   require(same_shape(g, a.input), "grad must have the shape of the loss");
-  Tensor out = torch::stable::empty_like(input);
+  Tensor out = empty_like(input, a.input);
   cpu::elementwise_backward(a, g, view(out, "out"));
   return out;
 }
@@ -259,7 +270,7 @@ std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target
   return {std::move(loss), std::move(saved)};
 }
 
-Tensor row_backward(void (*launch)(const RowLoss&, const View&, const View&), RowLoss a, const Tensor& grad,
+Tensor row_backward(void (*launch)(const RowLoss&, const View&, const View&), RowLoss&& a, const Tensor& grad,
                     const Tensor& input, const Tensor& saved, bool with_lse) {
   const View per_row = a.input.without_dim(a.class_dim);
   a.saved = view(saved, "saved");
@@ -268,7 +279,7 @@ Tensor row_backward(void (*launch)(const RowLoss&, const View&, const View&), Ro
           "saved is not of this loss");
   const View g = grad_over(grad, per_row);
   require(same_shape(g, per_row), "grad must have the shape of the loss");
-  Tensor out = torch::stable::empty_like(input);
+  Tensor out = empty_like(input, a.input);
   launch(a, g, view(out, "out"));
   return out;
 }

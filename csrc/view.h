@@ -9,14 +9,27 @@ enum class DType : int32_t { f32, f64, f16, bf16, i64, u8 };
 constexpr int kMaxDims = 64;  // torch's own limit
 
 struct View {
-  void* data = nullptr;  // null: the operand is absent
+  void* data = nullptr;
   DType dtype = DType::f32;
+  bool present = false;  // an empty tensor is present although its data pointer may be null
   int ndim = 0;
   int64_t sizes[kMaxDims];
   int64_t strides[kMaxDims];  // in elements
 
-  explicit operator bool() const { return ndim >= 0 && present; }
-  bool present = false;  // an empty tensor is present although its data pointer may be null
+  View() {}
+  View(const View& v) { *this = v; }
+  View& operator=(const View& v) {  // not all 64 dimensions
+    data = v.data;
+    dtype = v.dtype;
+    present = v.present;
+    ndim = v.ndim;
+    for (int d = 0; d < v.ndim; ++d) {
+      sizes[d] = v.sizes[d];
+      strides[d] = v.strides[d];
+    }
+    return *this;
+  }
+  explicit operator bool() const { return present; }
 
   int64_t numel() const {
     int64_t n = 1;

@@ -499,7 +499,7 @@ void grad_lane_wise(const Setup<A>& s, const View& out, int64_t begin, const Row
   const int64_t input_stride = s.space.inner_stride(kInputRow), target_stride = s.space.inner_stride(kTargetRow),
                 out_stride = s.space.inner_stride(kGradRow);
   alignas(64) A counts[kMaxRows];
-  for (int r = 0; r < kMaxRows; ++r) counts[r] = A(r < rows.count && rows.state[r] == Rows<A>::kCounts);
+  for (int r = 0; r < rows.count + V::size && r < kMaxRows; ++r) counts[r] = A(r < rows.count && rows.state[r] == Rows<A>::kCounts);
 
   A* x = rows.chunk;
   A* q = rows.target_chunk;

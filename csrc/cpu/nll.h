@@ -5,19 +5,31 @@
 
 namespace lossguard::LOSSGUARD_ISA {
 
+template <class S, class A>
+LG_HD void gather(const S* from, const int64_t* offset, int n, A* to) {
+  for (int r = 0; r < n; ++r) to[r] = widen<A>(from[offset[r]]);
+}
+
 // The log-probability at each row's label; rows whose check failed become kBad.
 template <class A>
 void load_picked(const Setup<A>& s, bool check_finite, int64_t begin, Rows<A>& rows) {
-  const RowLoss& a = s.loss;
+  const View& input = s.loss.input;
   const int64_t stride = s.space.inner_stride(kInputRow);
+  if (!s.classes) return;
+  int64_t at[kMaxRows];
   s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
-    for (int64_t i = 0; i < length; ++i) {
-      const int64_t r = position + i;
-      if (rows.state[r] != Rows<A>::kCounts) continue;
-      load_run(a.input, offsets[kInputRow] + i * stride + rows.label[r] * s.input_stride, 1, 1, rows.x_label + r);
-      if (check_finite && !(rows.x_label[r] - rows.x_label[r] == 0)) rows.state[r] = Rows<A>::kBad;
-    }
+    for (int64_t i = 0; i < length; ++i)  // class 0 for rows without a label
+      at[position + i] = offsets[kInputRow] + i * stride + std::max<int64_t>(rows.label[position + i], 0) * s.input_stride;
   });
+  switch (input.dtype) {
+    case DType::f64: gather(static_cast<const double*>(input.data), at, rows.count, rows.x_label); break;
+    case DType::f16: gather(static_cast<const Half*>(input.data), at, rows.count, rows.x_label); break;
+    case DType::bf16: gather(static_cast<const BFloat16*>(input.data), at, rows.count, rows.x_label); break;
+    default: gather(static_cast<const float*>(input.data), at, rows.count, rows.x_label);
+  }
+  if (check_finite)
+    for (int r = 0; r < rows.count; ++r)
+      if (rows.state[r] == Rows<A>::kCounts && !(rows.x_label[r] - rows.x_label[r] == 0)) rows.state[r] = Rows<A>::kBad;
 }
 
 template <class A>

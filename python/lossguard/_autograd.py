@@ -28,44 +28,125 @@ class Loss(NamedTuple):
     traced: Callable[..., Tensor]
 
 
+# ---- plain eager. Written out for each loss: packing arguments generically costs 7 us a step.
+
+# OpOverload.__call__ does nothing but call this.
+_bce_forward = ops.bce_forward.default._op
+_bce_backward = ops.bce_backward.default._op
+_bce_with_logits_forward = ops.bce_with_logits_forward.default._op
+_bce_with_logits_backward = ops.bce_with_logits_backward.default._op
+_nll_forward = ops.nll_forward.default._op
+_nll_backward = ops.nll_backward.default._op
+_cross_entropy_forward = ops.cross_entropy_forward.default._op
+_cross_entropy_backward = ops.cross_entropy_backward.default._op
+
+
+def _beyond_kernels(needs: Any) -> bool:
+    """Whether a backward is to be differentiated or batched, or wants more than the gradient of input."""
+    return torch.is_grad_enabled() or needs[1] or needs[2] or functorch_active()
+
+
+class _BCE(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, flags: int, site: int) -> Any:
+        loss, saved = _bce_forward(input, target, weight, flags, site)
+        ctx.save_for_backward(input, target, weight, saved)
+        ctx.flags = flags
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        input, target, weight, saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if _beyond_kernels(needs):
+            grads = _derivatives.bce(grad, needs, input, target, weight, saved, ctx.flags)
+            return (*grads, None, None)
+        return _bce_backward(grad, input, target, weight, saved, ctx.flags), None, None, None, None
+
+
+class _BCEWithLogits(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, pos_weight: Any, flags: int, site: int) -> Any:
+        loss, saved = _bce_with_logits_forward(input, target, weight, pos_weight, flags, site)
+        ctx.save_for_backward(input, target, weight, pos_weight, saved)
+        ctx.flags = flags
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        input, target, weight, pos_weight, saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if _beyond_kernels(needs):
+            grads = _derivatives.bce_with_logits(grad, needs, input, target, weight, pos_weight, saved, ctx.flags)
+            return (*grads, None, None)
+        d = _bce_with_logits_backward(grad, input, target, weight, pos_weight, saved, ctx.flags)
+        return d, None, None, None, None, None
+
+
+class _NLL(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, ignore_index: int, flags: int, site: int) -> Any:
+        loss, saved = _nll_forward(input, target, weight, ignore_index, flags, site)
+        ctx.save_for_backward(input, target, weight, saved)
+        ctx.constants = ignore_index, flags
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        input, target, weight, saved = ctx.saved_tensors
+        ignore_index, flags = ctx.constants
+        needs = ctx.needs_input_grad
+        if _beyond_kernels(needs):
+            grads = _derivatives.nll(grad, needs, input, target, weight, saved, ignore_index, flags)
+            return (*grads, None, None, None)
+        d = _nll_backward(grad, input, target, weight, saved, ignore_index, flags)
+        return d, None, None, None, None, None
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, flags: int, site: int
+    ) -> Any:
+        loss, saved = _cross_entropy_forward(input, target, weight, ignore_index, smoothing, flags, site)
+        ctx.save_for_backward(input, target, weight, saved)
+        ctx.constants = ignore_index, smoothing, flags
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        input, target, weight, saved = ctx.saved_tensors
+        ignore_index, smoothing, flags = ctx.constants
+        needs = ctx.needs_input_grad
+        if _beyond_kernels(needs):
+            grads = _derivatives.cross_entropy(
+                grad, needs, input, target, weight, saved, ignore_index, smoothing, flags
+            )
+            return (*grads, None, None, None, None)
+        d = _cross_entropy_backward(grad, input, target, weight, saved, ignore_index, smoothing, flags)
+        return d, None, None, None, None, None, None
+
+
+for _function in (_BCE, _BCEWithLogits, _NLL, _CrossEntropy):
+    # The engine calls `apply` of the node, by default two Python frames around `backward`.
+    _function._backward_cls.apply = _function.backward  # type: ignore[attr-defined]
+
+
+# ---- compile and functorch
+
+
 def _move_to_front(t: Optional[Tensor], dim: Optional[int], size: int) -> Optional[Tensor]:
     if t is None:
         return None
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
-def _build(
+def _traceable(
     forward_op: Callable[..., Any],
     backward_op: Callable[..., Tensor],
     derivatives: Callable[..., _derivatives.Grads],
     tensors: int,
-) -> Loss:
-    no_others = (None,) * (tensors - 1)
-
-    def gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        *inputs, saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or functorch_active() or any(needs[1:tensors]):
-            return (*derivatives(grad, needs, *inputs, saved, *ctx.constants), *ctx.no_grads)
-        d_input = backward_op(grad, *inputs, saved, *ctx.constants) if needs[0] else None
-        return (d_input, *no_others, *ctx.no_grads)
-
-    def remember(ctx: Any, args: tuple[Any, ...], saved: Tensor) -> None:
-        ctx.save_for_backward(*args[:tensors], saved)
-        ctx.constants = args[tensors:-1]  # the backward reports nothing: no call site
-        ctx.no_grads = (None,) * (len(args) - tensors)
-
-    class Eager(Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            loss, saved = forward_op(*args)
-            remember(ctx, args, saved)
-            return loss
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-            return gradients(ctx, grad)
-
+) -> Callable[..., Tensor]:
     class Traced(Function):
         @staticmethod
         def forward(*args: Any) -> Any:  # type: ignore[override]
@@ -74,11 +155,18 @@ def _build(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.mark_non_differentiable(output[1])
-            remember(ctx, inputs, output[1])
+            ctx.save_for_backward(*inputs[:tensors], output[1])
+            ctx.constants = inputs[tensors:-1]  # the backward reports nothing: no call site
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
-            return gradients(ctx, grad)
+            *inputs, saved = ctx.saved_tensors
+            needs = ctx.needs_input_grad
+            no_grads = (None,) * (len(ctx.constants) + 1)
+            if _beyond_kernels(needs):
+                return (*derivatives(grad, needs, *inputs, saved, *ctx.constants), *no_grads)
+            d_input = backward_op(grad, *inputs, saved, *ctx.constants)
+            return (d_input, *((None,) * (tensors - 1)), *no_grads)
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -93,16 +181,31 @@ def _build(
     def traced(*args: Any) -> Tensor:
         return Traced.apply(*args)[0]
 
-    # Function.apply's Python wrapper does nothing for an old-style Function outside functorch.
-    eager = super(Function, Eager).apply
-    return Loss(forward_op, eager, traced)
+    return traced
 
 
-bce = _build(ops.bce_forward.default, ops.bce_backward.default, _derivatives.bce, 3)
-bce_with_logits = _build(
-    ops.bce_with_logits_forward.default, ops.bce_with_logits_backward.default, _derivatives.bce_with_logits, 4
+# Function.apply's Python wrapper does nothing for an old-style Function outside functorch.
+bce = Loss(
+    _bce_forward,
+    super(Function, _BCE).apply,
+    _traceable(ops.bce_forward.default, ops.bce_backward.default, _derivatives.bce, 3),
 )
-cross_entropy = _build(
-    ops.cross_entropy_forward.default, ops.cross_entropy_backward.default, _derivatives.cross_entropy, 3
+bce_with_logits = Loss(
+    _bce_with_logits_forward,
+    super(Function, _BCEWithLogits).apply,
+    _traceable(
+        ops.bce_with_logits_forward.default, ops.bce_with_logits_backward.default, _derivatives.bce_with_logits, 4
+    ),
 )
-nll = _build(ops.nll_forward.default, ops.nll_backward.default, _derivatives.nll, 3)
+nll = Loss(
+    _nll_forward,
+    super(Function, _NLL).apply,
+    _traceable(ops.nll_forward.default, ops.nll_backward.default, _derivatives.nll, 3),
+)
+cross_entropy = Loss(
+    _cross_entropy_forward,
+    super(Function, _CrossEntropy).apply,
+    _traceable(
+        ops.cross_entropy_forward.default, ops.cross_entropy_backward.default, _derivatives.cross_entropy, 3
+    ),
+)

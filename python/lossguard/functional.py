@@ -20,9 +20,11 @@ from typing import Any, Callable, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch import is_grad_enabled as _is_grad_enabled
 from torch._C import _are_functorch_transforms_active as _functorch_active
 from torch._C import _is_any_autocast_enabled as _autocast_active
 from torch.autograd import forward_ad as _forward_ad
+from torch.compiler import is_compiling as _is_compiling
 from torch.nn._reduction import legacy_get_string
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -36,6 +38,7 @@ __all__ = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_en
 _REFUSED = (Unsupported, NotImplementedError)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
+_NO_WEIGHT_GRADIENT = "weights have no gradient"
 
 
 def binary_cross_entropy(
@@ -73,11 +76,15 @@ def binary_cross_entropy(
             dict(size_average=size_average, reduce=reduce, reduction=reduction),
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
-    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
-    if not _plain_eager():
+    flags = _REDUCTIONS.get(reduction)
+    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_BCE, (input, target, weight), (), flags)
     try:
-        if torch.is_grad_enabled() and _any_requires_grad(_BCE, input, target, weight):
+        if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
+            if weight is not None and weight.requires_grad:
+                raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce.eager(input, target, weight, flags, 0)
         return _autograd.bce.forward(input, target, weight, flags, 0)[0]
     except _REFUSED as refusal:
@@ -125,11 +132,15 @@ def binary_cross_entropy_with_logits(
             dict(size_average=size_average, reduce=reduce, reduction=reduction),
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
-    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
-    if not _plain_eager():
+    flags = _REDUCTIONS.get(reduction)
+    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags)
     try:
-        if torch.is_grad_enabled() and _any_requires_grad(_BCE_WITH_LOGITS, input, target, weight, pos_weight):
+        if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None or pos_weight is not None):
+            if (weight is not None and weight.requires_grad) or (pos_weight is not None and pos_weight.requires_grad):
+                raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, 0)
         return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, 0)[0]
     except _REFUSED as refusal:
@@ -174,11 +185,15 @@ def nll_loss(
             dict(size_average=size_average, ignore_index=ignore_index, reduce=reduce, reduction=reduction),
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
-    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
-    if not _plain_eager():
+    flags = _REDUCTIONS.get(reduction)
+    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_NLL, (input, target, weight), (ignore_index,), flags)
     try:
-        if torch.is_grad_enabled() and _any_requires_grad(_NLL, input, target, weight):
+        if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
+            if weight is not None and weight.requires_grad:
+                raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.nll.eager(input, target, weight, ignore_index, flags, 0)
         return _autograd.nll.forward(input, target, weight, ignore_index, flags, 0)[0]
     except _REFUSED as refusal:
@@ -237,16 +252,20 @@ def cross_entropy(
             ),
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
-    flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+    flags = _REDUCTIONS.get(reduction)
+    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if ignore_index >= 0 and target.is_floating_point():
         return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags,
                             "ignore_index is not defined for class probabilities")
-    if not _plain_eager():
+    if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags)
     try:
-        if torch.is_grad_enabled() and _any_requires_grad(_CROSS_ENTROPY, input, target, weight):
+        if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
+            if weight is not None and weight.requires_grad and not target.is_floating_point():
+                raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, 0)
         return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, 0)[0]
     except _REFUSED as refusal:
@@ -296,24 +315,6 @@ def _flags(
     return reduction_flags(reduction) | explicit_flags(strict, check_finite, on_violation)
 
 
-def _plain_eager() -> bool:
-    return not (
-        torch.compiler.is_compiling()
-        or _functorch_active()
-        or _autocast_active()
-        or _forward_ad._current_level >= 0
-    )
-
-
-def _any_requires_grad(loss: _Loss, input: Tensor, target: Tensor, *weights: Optional[Tensor]) -> bool:
-    for weight in weights:
-        if weight is not None and weight.requires_grad:
-            if not (loss is _CROSS_ENTROPY and target.is_floating_point()):
-                raise Unsupported("weights have no gradient")
-            return True
-    return input.requires_grad or target.requires_grad
-
-
 @torch._dynamo.assume_constant_result
 def _forward_mode_transform() -> bool:
     """Whether a functorch transform on the stack is jvp (also jacfwd and hessian)."""
@@ -329,7 +330,7 @@ def _has_tangent(tensors: tuple[Any, ...]) -> bool:
 def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Tensor:
     """A call under torch.compile, a functorch transform, autocast or forward-mode AD."""
     input, target = tensors[:2]
-    compiling = torch.compiler.is_compiling()
+    compiling = _is_compiling()
     if torch.is_autocast_enabled(input.device.type):
         tensors, flags = _autocast(loss, tensors, flags)
         input, target = tensors[:2]
@@ -340,9 +341,9 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
         return _native_call(loss, tensors, constants, flags, "forward-mode differentiation")
     if not transformed:
         try:
-            if torch.is_grad_enabled() and _any_requires_grad(loss, *tensors):
-                return loss.loss.eager(*tensors, *constants, flags, 0)
-            return loss.loss.forward(*tensors, *constants, flags, 0)[0]
+            if _has_gradless_weight(loss, tensors):
+                raise Unsupported(_NO_WEIGHT_GRADIENT)
+            return _eager(loss, tensors, constants, flags)
         except _REFUSED as refusal:
             return _refused(loss, tensors, constants, flags, refusal)
     why = _refusal(loss, tensors, flags)
@@ -398,11 +399,11 @@ def _refusal(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> Optional[str]
         return "target must have the shape of input without classes"
     if soft and loss is _NLL:
         return "target must hold class indices"
+    if _has_gradless_weight(loss, tensors):
+        return _NO_WEIGHT_GRADIENT
     for weight in weights:
         if weight is None:
             continue
-        if weight.requires_grad and torch.is_grad_enabled() and not (loss is _CROSS_ENTROPY and soft):
-            return "weights have no gradient"
         if weight.dtype not in _FLOATS:
             return f"weight has the dtype {weight.dtype}"
         if loss.has_classes:
@@ -442,6 +443,19 @@ def _like_native(loss: _Loss, target: Tensor, result: Tensor) -> Tensor:
     return result.to(target.dtype) if loss is _BCE_WITH_LOGITS else result
 
 
+def _eager(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Tensor:
+    if _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return loss.loss.eager(*tensors, *constants, flags, 0)
+    return loss.loss.forward(*tensors, *constants, flags, 0)[0]
+
+
+def _has_gradless_weight(loss: _Loss, tensors: tuple[Any, ...]) -> bool:
+    """Whether a gradient is wanted for weights that have none, natively: all but those of class probabilities."""
+    if not _is_grad_enabled() or (loss is _CROSS_ENTROPY and tensors[1].is_floating_point()):
+        return False
+    return any(weight is not None and weight.requires_grad for weight in tensors[2:])
+
+
 def _refused(
     loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, refusal: Exception
 ) -> Tensor:
@@ -449,11 +463,7 @@ def _refused(
     promoted = _promoted(loss, tensors) if isinstance(refusal, Unsupported) else None
     if promoted is None:
         return _native_call(loss, tensors, constants, flags, why)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in promoted):
-        result = loss.loss.eager(*promoted, *constants, flags, 0)
-    else:
-        result = loss.loss.forward(*promoted, *constants, flags, 0)[0]
-    return _like_native(loss, tensors[1], result)
+    return _like_native(loss, tensors[1], _eager(loss, promoted, constants, flags))
 
 
 def _kind_of(tensors: tuple[Any, ...]) -> str:
