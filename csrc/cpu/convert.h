@@ -117,6 +117,18 @@ LG_HD int64_t load_label(const View& v, int64_t offset) {
   return v.dtype == DType::i64 ? static_cast<const int64_t*>(v.data)[offset]
                                : static_cast<const uint8_t*>(v.data)[offset];
 }
+static inline void load_label_run(const View& v, int64_t offset, int64_t stride, int64_t n, int64_t* to) {
+  if (v.dtype == DType::i64) {
+    const int64_t* from = static_cast<const int64_t*>(v.data) + offset;
+    if (stride == 1)
+      std::memcpy(to, from, n * sizeof *to);
+    else
+      for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
+  } else {
+    const uint8_t* from = static_cast<const uint8_t*>(v.data) + offset;
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride];
+  }
+}
 
 template <class A>
 constexpr DType dtype_of = sizeof(A) == 8 ? DType::f64 : DType::f32;

@@ -125,29 +125,33 @@ struct Rows {
 
   void start(int n) {
     count = n;
-    for (int r = 0; r < n + Simd<A>::size && r < kMaxRows; ++r) {
+    for (int r = 0; r < n; ++r) state[r] = kCounts;
+  }
+  void clear_sums() {  // of `count` rows, rounded up to whole vectors
+    for (int r = 0; r < count + Simd<A>::size && r < kMaxRows; ++r) {
       max[r] = -std::numeric_limits<A>::infinity();
       safe[r] = sum[r] = mass[r] = moment[r] = x_label[r] = w_label[r] = A(0);
-      state[r] = kCounts;
     }
   }
 };
 
+// Labels that do not count become -1, so that none of them is ever an address.
 template <class A>
 void load_labels(const Setup<A>& s, int64_t begin, Rows<A>& rows) {
   const RowLoss& a = s.loss;
   s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
-    const int64_t stride = s.space.inner_stride(kTargetRow);
-    for (int64_t i = 0; i < length; ++i) rows.label[position + i] = load_label(a.target, offsets[kTargetRow] + i * stride);
+    load_label_run(a.target, offsets[kTargetRow], s.space.inner_stride(kTargetRow), length, rows.label + position);
   });
   for (int r = 0; r < rows.count; ++r) {
     const int64_t t = rows.label[r];
-    rows.state[r] = t == a.ignore_index ? Rows<A>::kIgnored : math::is_class(t, s.classes) ? Rows<A>::kCounts : Rows<A>::kBad;
-    if (rows.state[r] == Rows<A>::kCounts)
-      rows.w_label[r] = s.weight_of(t);
-    else
-      rows.label[r] = -1;  // never an address
+    const bool ignored = t == a.ignore_index, valid = math::is_class(t, s.classes);
+    rows.state[r] = ignored ? Rows<A>::kIgnored : valid ? Rows<A>::kCounts : Rows<A>::kBad;
+    rows.label[r] = valid & !ignored ? t : -1;
   }
+  if (s.weight.empty())
+    for (int r = 0; r < rows.count; ++r) rows.w_label[r] = A(rows.label[r] >= 0);
+  else
+    for (int r = 0; r < rows.count; ++r) rows.w_label[r] = rows.label[r] >= 0 ? s.weight[rows.label[r]] : A(0);
 }
 
 template <class A>
@@ -372,6 +376,7 @@ Totals cross_entropy_forward(const RowLoss& a, const View& loss) {
     Rows<A> rows;
     for (int64_t begin = block_begin; begin < block_end; begin += at_a_time) {
       rows.start(int(std::min<int64_t>(at_a_time, block_end - begin)));
+      rows.clear_sums();
       if (!a.probabilities) load_labels(s, begin, rows);
       if (s.row_wise) {
         s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
@@ -557,6 +562,7 @@ void cross_entropy_backward(const RowLoss& a, const View& grad, const View& out)
     for (int64_t begin = index * block; begin < block_end; begin += at_a_time) {
       rows.start(int(std::min<int64_t>(at_a_time, block_end - begin)));
       if (kSpread == Spread::probabilities) {
+        rows.clear_sums();
         s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
           for (int64_t i = 0; i < length; ++i) {
             rows.label[position + i] = -1;
