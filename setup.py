@@ -1,4 +1,5 @@
 """One extension: the CPU half, for each instruction set, behind torch's stable ABI."""
+
 import os
 import platform
 import subprocess
@@ -77,8 +78,10 @@ class Build(build_ext):
         output = Path(self.get_ext_fullpath(ext.name)).absolute()
         output.parent.mkdir(parents=True, exist_ok=True)
         ninja_file(output, build_dir)
-        jobs = os.environ.get("MAX_JOBS")
-        subprocess.run([sys.executable, "-m", "ninja", "-C", str(build_dir), *(["-j", jobs] if jobs else [])], check=True)
+        command = [sys.executable, "-m", "ninja", "-C", str(build_dir)]
+        if os.environ.get("MAX_JOBS"):
+            command += ["-j", os.environ["MAX_JOBS"]]
+        subprocess.run(command, check=True)
 
 
 try:

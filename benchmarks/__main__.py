@@ -13,18 +13,19 @@ import os
 import statistics
 import sys
 import time
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 # Let glibc keep big buffers: else every fresh gradient is paid for in page faults, by both.
 if os.environ.get("MALLOC_TRIM_THRESHOLD_") is None:
-    os.environ.update(MALLOC_MMAP_THRESHOLD_="4294967296", MALLOC_TRIM_THRESHOLD_="17179869184", MALLOC_TOP_PAD_="268435456")
+    os.environ.update(
+        MALLOC_MMAP_THRESHOLD_="4294967296", MALLOC_TRIM_THRESHOLD_="17179869184", MALLOC_TOP_PAD_="268435456"
+    )
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
 
+import lossguard.functional as ours
 import torch
 import torch.nn.functional as native
 from torch import Tensor
-
-import lossguard.functional as ours
 
 Case = tuple[str, str, dict, tuple[Tensor, Tensor]]  # name, function, options, (input, target)
 
@@ -45,7 +46,10 @@ def cases() -> Iterator[Callable[[], Case]]:
     for dtype in (torch.float32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
         for kind in ("hard", "soft"):
-            for name, function in (("BCE", "binary_cross_entropy"), ("BCE-with-logits", "binary_cross_entropy_with_logits")):
+            for name, function in (
+                ("BCE", "binary_cross_entropy"),
+                ("BCE-with-logits", "binary_cross_entropy_with_logits"),
+            ):
 
                 def bce(name=name, function=function, kind=kind, dtype=dtype, short=short) -> Case:
                     input = uniform(n) if name == "BCE" else normal(n)
@@ -58,8 +62,15 @@ def cases() -> Iterator[Callable[[], Case]]:
             for smoothing in (0.0, 0.1):
                 # bfloat16 and smoothing are promised for the large vocabulary; measured for all
                 def ce(rows=rows, classes=classes, dtype=dtype, smoothing=smoothing) -> Case:
-                    name = f"CE {rows} x {classes} {str(dtype).removeprefix('torch.')}" + (" smoothing" if smoothing else "")
-                    return name, "cross_entropy", {"label_smoothing": smoothing}, (normal(rows, classes).to(dtype), labels(classes, rows))
+                    name = f"CE {rows} x {classes} {str(dtype).removeprefix('torch.')}" + (
+                        " smoothing" if smoothing else ""
+                    )
+                    return (
+                        name,
+                        "cross_entropy",
+                        {"label_smoothing": smoothing},
+                        (normal(rows, classes).to(dtype), labels(classes, rows)),
+                    )
 
                 yield ce
 
@@ -69,7 +80,12 @@ def cases() -> Iterator[Callable[[], Case]]:
         return normal(4, classes, 512, 512), target
 
     yield lambda: ("CE 4 x 19 x 512 x 512", "cross_entropy", {"ignore_index": 255}, image())
-    yield lambda: ("CE 16384 x 1000 probabilities", "cross_entropy", {}, (normal(16384, 1000), normal(16384, 1000).softmax(1)))
+    yield lambda: (
+        "CE 16384 x 1000 probabilities",
+        "cross_entropy",
+        {},
+        (normal(16384, 1000), normal(16384, 1000).softmax(1)),
+    )
     yield lambda: ("NLL 16384 x 1000", "nll_loss", {}, (normal(16384, 1000).log_softmax(1), labels(1000, 16384)))
     yield lambda: ("NLL 4 x 19 x 512 x 512", "nll_loss", {"ignore_index": 255}, image())
     yield lambda: ("CE 32 x 10", "cross_entropy", {}, (normal(32, 10), labels(10, 32)))
@@ -78,18 +94,23 @@ def cases() -> Iterator[Callable[[], Case]]:
     yield lambda: ("BCE-with-logits 32 x 10", "binary_cross_entropy_with_logits", {}, (normal(32, 10), uniform(32, 10)))
 
 
-def runner(library: object, function: str, options: dict, input: Tensor, target: Tensor, backward: bool) -> Callable[[], None]:
+def runner(
+    library: object, function: str, options: dict, input: Tensor, target: Tensor, backward: bool
+) -> Callable[[], None]:
     loss_of = getattr(library, function)
     if not backward:
+
         def forward() -> None:
             with torch.no_grad():
                 loss_of(input, target, **options)
+
         return forward
     leaf = input.clone().requires_grad_()
 
     def both() -> None:
         leaf.grad = None
         loss_of(leaf, target, **options).backward()
+
     return both
 
 
@@ -118,9 +139,13 @@ def measure(case: Case, backward: bool, budget: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
-    parser.add_argument("--seconds", type=float, default=1.5, metavar="S", help="to spend on each row (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, metavar="S", help="to spend on each row (default %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of torch's pool (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()

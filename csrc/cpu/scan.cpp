@@ -2,6 +2,7 @@
 #include "scan.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include "../math/check.h"
@@ -23,10 +24,34 @@ void widen_range(Check check, bool& has, Value& low, Value& high, Value by_low, 
   has = true;
 }
 
-void see(Section& s, int64_t index, Value value, Kind kind) {
-  ++s.seen;
-  if (kind != kNaN) widen_range(s.check, s.has_seen_range, s.seen_min, s.seen_max, value, value);
-  if (kind == kValid) return;
+Value as_value(int64_t v) {
+  Value value;
+  value.i = v;
+  return value;
+}
+Value as_value(double v) {
+  Value value;
+  value.d = v;
+  return value;
+}
+
+// What a check finds at an element. T is int64_t for labels, else double.
+template <class T>
+struct Finding {
+  bool counts;  // false: ignored or exempt
+  T value = T(0);
+  Kind kind = kValid;
+};
+
+template <class T>
+void add_offender(Section& s, int64_t index, T v, Kind kind, int64_t classes) {
+  const Value value = as_value(v);
+  if (s.check == Check::class_index) {
+    s.well_known[kMinusOne] += v == -1;
+    s.well_known[kMinus100] += v == -100;
+    s.well_known[k255] += v == 255;
+    s.well_known[kNumClasses] += v == classes;
+  }
   ++s.count;
   ++s.kinds[kind];
   if (kind != kNaN) widen_range(s.check, s.has_offender_range, s.offender_min, s.offender_max, value, value);
@@ -34,23 +59,6 @@ void see(Section& s, int64_t index, Value value, Kind kind) {
     s.index[s.listed] = index;
     s.value[s.listed++] = value;
   }
-}
-void see_label(Section& s, int64_t index, int64_t label, int64_t classes) {
-  const Kind kind = math::kind_of_class(label, classes);
-  Value value;
-  value.i = label;
-  see(s, index, value, kind);
-  if (kind == kValid) return;
-  s.well_known[kMinusOne] += label == -1;
-  s.well_known[kMinus100] += label == -100;
-  s.well_known[k255] += label == 255;
-  s.well_known[kNumClasses] += label == classes;
-}
-template <class A>
-void see_number(Section& s, int64_t index, A v, Kind kind) {
-  Value value;
-  value.d = double(v);
-  see(s, index, value, kind);
 }
 
 // `b` follows `a` in index order.
@@ -68,30 +76,45 @@ void append(Section& a, const Section& b) {
   }
 }
 
-// f(section, linear index, offsets of the K operands) for every element, in logical order.
-template <int K, class F>
-Section scan_elements(Subject subject, Check check, const View* const (&views)[K], const F& f) {
+// f(linear index, offsets of the K operands) -> Finding<T> for every element, in logical order.
+template <class T, int K, class F>
+Section scan_elements(Subject subject, Check check, const View* const (&views)[K], const F& f, int64_t classes = -1) {
   const Space<K> space(views, Order::logical);
-  Section empty;
-  empty.subject = subject;
-  empty.check = check;
+  Section whole;
+  whole.subject = subject;
+  whole.check = check;
   constexpr int64_t block = 1 << 16;
   const int64_t n = space.numel(), blocks = (n + block - 1) / block;
   const std::unique_ptr<Section[]> partial(new Section[blocks]);
   for_each_block(blocks, [&](int64_t b) {
-    Section s = empty;
+    Section s = whole;
+    T low = std::numeric_limits<T>::max(), high = std::numeric_limits<T>::lowest();
     space.walk(b * block, std::min(block, n - b * block), [&](int64_t position, int64_t length, const int64_t* offsets) {
       int64_t at[K];
       std::copy_n(offsets, K, at);
       for (int64_t i = 0; i < length; ++i) {
-        f(s, b * block + position + i, at);
+        const int64_t index = b * block + position + i;
+        const Finding<T> found = f(index, at);
         for (int k = 0; k < K; ++k) at[k] += space.inner_stride(k);
+        if (!found.counts) continue;
+        ++s.seen;
+        if (found.kind == kValid) {
+          low = std::min(low, found.value);
+          high = std::max(high, found.value);
+        } else {
+          add_offender(s, index, found.value, found.kind, classes);
+        }
       }
     });
+    s.seen_min = as_value(low);
+    s.seen_max = as_value(high);
+    s.has_seen_range = low <= high;
+    if (s.has_offender_range)
+      widen_range(check, s.has_seen_range, s.seen_min, s.seen_max, s.offender_min, s.offender_max);
     partial[b] = s;
   });
-  for (int64_t b = 0; b < blocks; ++b) append(empty, partial[b]);
-  return empty;
+  for (int64_t b = 0; b < blocks; ++b) append(whole, partial[b]);
+  return whole;
 }
 
 void keep(Violations& v, const Section& s) {
@@ -109,10 +132,10 @@ A load(const View& v, int64_t offset) {
 template <class A>
 Section scan_unit(Subject subject, const View& v, const View& exempt, math::UnitBounds<A> bounds) {
   const View* const views[] = {&v, &exempt};
-  return scan_elements(subject, Check::unit_interval, views, [&](Section& s, int64_t index, const int64_t* at) {
-    if (exempt && load<A>(exempt, at[1]) == A(0)) return;
+  return scan_elements<double>(subject, Check::unit_interval, views, [&](int64_t, const int64_t* at) -> Finding<double> {
+    if (exempt && load<A>(exempt, at[1]) == A(0)) return {false};
     const A a = load<A>(v, at[0]);
-    see_number(s, index, a, math::kind_of_probability(a, bounds));
+    return {true, double(a), math::kind_of_probability(a, bounds)};
   });
 }
 
@@ -130,9 +153,9 @@ Violations scan_as(const ElementwiseLoss& a) {
                          math::tolerant_unit_bounds<A>(epsilon_of(a.target.dtype))));
   if (a.flags.policy.check_finite) {
     const View* const views[] = {&a.input};
-    keep(v, scan_elements(Subject::input, Check::finite, views, [&](Section& s, int64_t index, const int64_t* at) {
+    keep(v, scan_elements<double>(Subject::input, Check::finite, views, [&](int64_t, const int64_t* at) {
            const A x = load<A>(a.input, at[0]);
-           see_number(s, index, x, math::kind_of_nonfinite(x));
+           return Finding<double>{true, double(x), math::kind_of_nonfinite(x)};
          }));
   }
   return v;
@@ -140,10 +163,11 @@ Violations scan_as(const ElementwiseLoss& a) {
 
 Section scan_labels(const RowLoss& a) {
   const View* const views[] = {&a.target};
-  return scan_elements(Subject::target, Check::class_index, views, [&](Section& s, int64_t index, const int64_t* at) {
+  const int64_t classes = a.classes();
+  return scan_elements<int64_t>(Subject::target, Check::class_index, views, [&](int64_t, const int64_t* at) {
     const int64_t label = load_label(a.target, at[0]);
-    if (label != a.ignore_index) see_label(s, index, label, a.classes());
-  });
+    return Finding<int64_t>{label != a.ignore_index, label, math::kind_of_class(label, classes)};
+  }, classes);
 }
 
 // The operand of rows, repeated along the class dimension.
@@ -193,13 +217,13 @@ Violations scan_cross_entropy_as(const RowLoss& a) {
     const View lse = repeat_rows(contiguous(rows, a.saved), a.class_dim, a.classes());
     const View label = a.probabilities ? View{} : repeat_rows(a.target, a.class_dim, a.classes());
     const View* const views[] = {&a.input, &lse, &label};
-    keep(v, scan_elements(Subject::input, Check::finite, views, [&](Section& s, int64_t index, const int64_t* at) {
-           if (label && !counts(a, load_label(label, at[2]))) return;
+    keep(v, scan_elements<double>(Subject::input, Check::finite, views, [&](int64_t, const int64_t* at) -> Finding<double> {
+           if (label && !counts(a, load_label(label, at[2]))) return {false};
            const A x = load<A>(a.input, at[0]);
            Kind kind = math::kind_of_nonfinite(x);
            // -inf masks a class; a row with nothing else (lse = -inf) has no distribution
            if (kind == kNegInf && !(load<A>(lse, at[1]) == x)) kind = kValid;
-           see_number(s, index, x, kind);
+           return {true, double(x), kind};
          }));
   }
   return v;
@@ -212,15 +236,23 @@ Violations scan_nll_as(const RowLoss& a) {
   if (!a.flags.policy.check_finite) return v;
   const View rows = a.input.without_dim(a.class_dim);
   const View* const views[] = {&a.target, &rows};
+  Section s = scan_elements<double>(Subject::input, Check::finite, views, [&](int64_t, const int64_t* at) -> Finding<double> {
+    const int64_t label = load_label(a.target, at[0]);
+    if (!counts(a, label)) return {false};
+    const A x = load<A>(a.input, at[1] + label * a.input.strides[a.class_dim]);
+    return {true, double(x), math::kind_of_nonfinite(x)};
+  });
+  // From rows to elements of the input.
+  const View* const labels[] = {&a.target};
+  const Space<1> space(labels, Order::logical);
   int64_t inner = 1;  // elements behind one class
   for (int d = a.class_dim + 1; d < a.input.ndim; ++d) inner *= a.input.sizes[d];
-  keep(v, scan_elements(Subject::input, Check::finite, views, [&](Section& s, int64_t row, const int64_t* at) {
-         const int64_t label = load_label(a.target, at[0]);
-         if (!counts(a, label)) return;
-         const A x = load<A>(a.input, at[1] + label * a.input.strides[a.class_dim]);
-         const int64_t index = (row / inner * a.classes() + label) * inner + row % inner;
-         see_number(s, index, x, math::kind_of_nonfinite(x));
-       }));
+  for (int i = 0; i < s.listed; ++i)
+    space.walk(s.index[i], 1, [&](int64_t, int64_t, const int64_t* at) {
+      const int64_t row = s.index[i], label = load_label(a.target, at[0]);
+      s.index[i] = (row / inner * a.classes() + label) * inner + row % inner;
+    });
+  keep(v, s);
   return v;
 }
 

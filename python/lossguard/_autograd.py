@@ -9,7 +9,8 @@ the op is called as it is.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class _BCE(Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         input, target, weight, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
@@ -73,7 +74,7 @@ class _BCEWithLogits(Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         input, target, weight, pos_weight, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
@@ -92,7 +93,7 @@ class _NLL(Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         input, target, weight, saved = ctx.saved_tensors
         ignore_index, flags = ctx.constants
         needs = ctx.needs_input_grad
@@ -114,7 +115,7 @@ class _CrossEntropy(Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         input, target, weight, saved = ctx.saved_tensors
         ignore_index, smoothing, flags = ctx.constants
         needs = ctx.needs_input_grad
@@ -149,7 +150,7 @@ def _traceable(
 ) -> Callable[..., Tensor]:
     class Traced(Function):
         @staticmethod
-        def forward(*args: Any) -> Any:  # type: ignore[override]
+        def forward(*args: Any) -> Any:
             return forward_op(*args)
 
         @staticmethod
@@ -159,7 +160,7 @@ def _traceable(
             ctx.constants = inputs[tensors:-1]  # the backward reports nothing: no call site
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
             *inputs, saved = ctx.saved_tensors
             needs = ctx.needs_input_grad
             no_grads = (None,) * (len(ctx.constants) + 1)
@@ -169,12 +170,10 @@ def _traceable(
             return (d_input, *((None,) * (tensors - 1)), *no_grads)
 
         @staticmethod
-        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
             size = info.batch_size
             batched = [_move_to_front(t, d, size) for t, d in zip(args[:tensors], in_dims)]
-            outputs = [
-                Traced.apply(*(t if t is None else t[i] for t in batched), *args[tensors:]) for i in range(size)
-            ]
+            outputs = [Traced.apply(*(t if t is None else t[i] for t in batched), *args[tensors:]) for i in range(size)]
             return tuple(torch.stack(column) for column in zip(*outputs)), (0, 0)
 
     @torch.compiler.allow_in_graph
@@ -185,27 +184,25 @@ def _traceable(
 
 
 # Function.apply's Python wrapper does nothing for an old-style Function outside functorch.
-bce = Loss(
+bce: Loss = Loss(
     _bce_forward,
     super(Function, _BCE).apply,
     _traceable(ops.bce_forward.default, ops.bce_backward.default, _derivatives.bce, 3),
 )
-bce_with_logits = Loss(
+bce_with_logits: Loss = Loss(
     _bce_with_logits_forward,
     super(Function, _BCEWithLogits).apply,
     _traceable(
         ops.bce_with_logits_forward.default, ops.bce_with_logits_backward.default, _derivatives.bce_with_logits, 4
     ),
 )
-nll = Loss(
+nll: Loss = Loss(
     _nll_forward,
     super(Function, _NLL).apply,
     _traceable(ops.nll_forward.default, ops.nll_backward.default, _derivatives.nll, 3),
 )
-cross_entropy = Loss(
+cross_entropy: Loss = Loss(
     _cross_entropy_forward,
     super(Function, _CrossEntropy).apply,
-    _traceable(
-        ops.cross_entropy_forward.default, ops.cross_entropy_backward.default, _derivatives.cross_entropy, 3
-    ),
+    _traceable(ops.cross_entropy_forward.default, ops.cross_entropy_backward.default, _derivatives.cross_entropy, 3),
 )

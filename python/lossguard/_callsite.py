@@ -11,18 +11,17 @@ import torch
 from .report import CallSite
 
 # Frames from here are not the caller's: this package, torch, and code that torch generates.
-_INTERNAL = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-)
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INTERNAL = (_HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 _GENERATED = ("<eval_with_key>", "<string>", "<torch_package", "<frozen ", "<__array_function__")
+_DEMO = _HERE + "demo.py"  # a user of this package, although it lives in it
 
 #: Sites seen while a graph was traced; their index + 1 is baked into the graph as a constant.
 _traced: list[CallSite] = []
 
 
 def _is_internal(file: str) -> bool:
-    return file.startswith(_INTERNAL) or file.startswith(_GENERATED) or "torchinductor" in file
+    return file.startswith((*_INTERNAL, *_GENERATED)) and file != _DEMO or "torchinductor" in file
 
 
 def _site(file: str, line: int, function: str) -> CallSite:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,7 @@ def _describe(name: str, value: Any) -> str:
     return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} {value.device}"
 
 
-def fall_back(
-    function: Callable[..., Tensor], tensors: dict[str, Any], options: dict[str, Any], why: str
-) -> Tensor:
+def fall_back(function: Callable[..., Tensor], tensors: dict[str, Any], options: dict[str, Any], why: str) -> Tensor:
     """`function(**tensors, **options)` by native torch; `why` says what lossguard has no kernel for."""
     try:
         result = function(**tensors, **options)

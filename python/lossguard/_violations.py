@@ -47,7 +47,7 @@ def _warn(report: Report) -> None:
         if key in _warned:
             return
         _warned.add(key)
-    text = f"{report}\n  on_violation=\"warn\": these elements are treated as ignored; said once for this line"
+    text = f'{report}\n  on_violation="warn": these elements are treated as ignored; said once for this line'
     warnings.warn_explicit(text, errors.LossValidationWarning, site.file, site.line)
 
 

@@ -48,7 +48,9 @@ def _labels(report: Report, s: Section) -> list[str]:
                 f"labels look 1-based or the model has one output too few (the largest label is num_classes): "
                 f"subtract 1, or give the model {classes + 1} outputs."
             )
-    elif above and highest <= 255 and report.dtypes["target"] in ("uint8", "int64") and len(report.shapes["target"]) >= 3:
+    elif (
+        above and highest <= 255 and report.dtypes["target"] in ("uint8", "int64") and len(report.shapes["target"]) >= 3
+    ):
         if not (of_label.get("255", 0) == above):
             causes.append(
                 f"the target looks like an image mask of grey levels up to {highest}, not of class ids: "
@@ -67,7 +69,8 @@ def _labels(report: Report, s: Section) -> list[str]:
     known = {name: n for name, n in of_label.items() if name in ("-1", "-100", "255")}
     if not causes or sum(known.values()) < s.count:
         for name, n in known.items():
-            cause = f"{n} target{'s are' if n > 1 else ' is'} {name}: pass ignore_index={name} if that marks ignored elements."
+            they_are = "targets are" if n > 1 else "target is"
+            cause = f"{n} {they_are} {name}: pass ignore_index={name} if that marks ignored elements."
             if not any(f"ignore_index={name} " in c for c in causes):
                 causes.append(cause)
     if not causes and s.counts.get("below 0", 0):
@@ -90,8 +93,10 @@ def _probabilities(s: Section) -> list[str]:
                 "or use BCEWithLogitsLoss on the logits."
             )
     if nan:
+        where = "every element" if nan == s.seen else f"{nan} of {s.seen} elements"
+        data = "" if nan == s.seen else "missing values or a division by zero in these samples, or "
         causes.append(
-            "NaN in the input: the model diverged upstream of the loss "
+            f"NaN in the input ({where}): {data}the model diverged upstream of the loss "
             "(lower the learning rate, clip gradients; torch.autograd.set_detect_anomaly(True) finds the operation)."
         )
     return causes
@@ -109,17 +114,23 @@ def _soft_targets(report: Report, s: Section) -> list[str]:
         causes.append(f"the target reaches {high:g}, as images of scale 255 do: divide it by 255.")
     elif high > 1 and low >= 0 and whole:
         other = "CrossEntropyLoss with int64 targets" if report.loss != "CrossEntropyLoss" else "an int64 target"
-        causes.append(f"the target holds class ids up to {high:g}, not probabilities: use {other}, or one-hot encode it.")
+        causes.append(
+            f"the target holds class ids up to {high:g}, not probabilities: use {other}, or one-hot encode it."
+        )
     elif low == -1 and high <= 1 and whole:
         causes.append("-1 in the target: labels in {-1, 1} become (target + 1) / 2; ignored elements get weight 0.")
     elif low < 0:
-        causes.append("negative targets: they look like logits, log-probabilities or normalised values, not probabilities.")
+        causes.append(
+            "negative targets: they look like logits, log-probabilities or normalised values, not probabilities."
+        )
     return causes
 
 
 def _not_finite(report: Report, s: Section) -> list[str]:
     if report.loss == "NLLLoss" and s.counts.get("-inf", 0) == s.count:
-        return ["log-probabilities of -inf: log of a probability of 0; use log_softmax, or CrossEntropyLoss on the logits."]
+        return [
+            "log-probabilities of -inf: log of a probability of 0; use log_softmax, or CrossEntropyLoss on the logits."
+        ]
     causes = []
     if report.dtypes["input"] == "float16" and s.counts.get("+inf", 0):
         causes.append("float16 overflows above 65504: compute the logits in bfloat16 or float32.")

@@ -15,7 +15,8 @@ together the exception native torch raises.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,14 @@ def binary_cross_entropy(
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
     flags = _REDUCTIONS.get(reduction)
-    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+    if (
+        flags is None
+        or size_average is not None
+        or reduce is not None
+        or strict is not None
+        or check_finite is not None
+        or on_violation is not None
+    ):
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_BCE, (input, target, weight), (), flags)
@@ -133,12 +141,21 @@ def binary_cross_entropy_with_logits(
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
     flags = _REDUCTIONS.get(reduction)
-    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+    if (
+        flags is None
+        or size_average is not None
+        or reduce is not None
+        or strict is not None
+        or check_finite is not None
+        or on_violation is not None
+    ):
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags)
     try:
-        if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None or pos_weight is not None):
+        if _is_grad_enabled() and (
+            input.requires_grad or target.requires_grad or weight is not None or pos_weight is not None
+        ):
             if (weight is not None and weight.requires_grad) or (pos_weight is not None and pos_weight.requires_grad):
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, 0)
@@ -186,7 +203,14 @@ def nll_loss(
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
     flags = _REDUCTIONS.get(reduction)
-    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+    if (
+        flags is None
+        or size_average is not None
+        or reduce is not None
+        or strict is not None
+        or check_finite is not None
+        or on_violation is not None
+    ):
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_NLL, (input, target, weight), (ignore_index,), flags)
@@ -253,13 +277,20 @@ def cross_entropy(
             dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
         )
     flags = _REDUCTIONS.get(reduction)
-    if flags is None or not (size_average is reduce is strict is check_finite is on_violation is None):
+    if (
+        flags is None
+        or size_average is not None
+        or reduce is not None
+        or strict is not None
+        or check_finite is not None
+        or on_violation is not None
+    ):
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if ignore_index >= 0 and target.is_floating_point():
-        return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags,
-                            "ignore_index is not defined for class probabilities")
+        why = "ignore_index is not defined for class probabilities"
+        return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, why)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags)
     try:
@@ -309,9 +340,6 @@ def _flags(
 ) -> int:
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)  # with torch's deprecation warning
-    if strict is None and check_finite is None and on_violation is None:
-        flags = _REDUCTIONS.get(reduction)
-        return reduction_flags(reduction) if flags is None else flags
     return reduction_flags(reduction) | explicit_flags(strict, check_finite, on_violation)
 
 
@@ -475,9 +503,7 @@ def _kind_of(tensors: tuple[Any, ...]) -> str:
     return " and ".join(sorted(kinds))
 
 
-def _native_call(
-    loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, why: str
-) -> Tensor:
+def _native_call(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, why: str) -> Tensor:
     reduction = next(name for name, code in _REDUCTIONS.items() if code == flags & 3)
     options = dict(zip(loss.constants, constants), reduction=reduction)
     return _native.fall_back(loss.native, dict(zip(loss.tensors, tensors)), options, why)

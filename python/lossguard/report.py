@@ -130,7 +130,7 @@ class Report:
             lines.append(f"    ... and {section.count - len(rows)} more")
         counts = ", ".join(f"{kind}: {n}" for kind, n in _counts(section))
         lines.append(f"  counts: {counts}     valid: {self._valid(section)}")
-        if section.min is not None and section.count > 1:
+        if section.min != section.max:
             lines.append(
                 f"  smallest {_number(section.min, dtype)}, largest {_number(section.max, dtype)} of the invalid values"
             )
