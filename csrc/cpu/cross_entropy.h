@@ -122,6 +122,7 @@ struct Rows {
   alignas(64) A x_label[kMaxRows], w_label[kMaxRows];
   alignas(64) A lse[kMaxRows], result[kMaxRows];
   alignas(64) A chunk[kChunk + 64], target_chunk[kChunk + 64];
+  alignas(64) A turning[kChunk + 64];  // rows on their way into lanes, or back
 
   void start(int n) {
     count = n;
@@ -255,14 +256,46 @@ void add_row_wise(const Setup<A>& s, int r, int64_t input_offset, int64_t target
 
 // ---- a vector runs across rows
 
+// to[j][i] = from[i][j] for an m x n matrix, in squares of vectors; the last ones overlap.
+template <class A>
+void transpose_matrix(const A* from, int64_t from_stride, int64_t m, int64_t n, A* to, int64_t to_stride) {
+  constexpr int size = Simd<A>::size;
+  if (m < size || n < size) {
+    for (int64_t i = 0; i < m; ++i)
+      for (int64_t j = 0; j < n; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+    return;
+  }
+  for (int64_t i = 0; i < m; i += size) {
+    const int64_t row = std::min(i, m - size);
+    for (int64_t j = 0; j < n; j += size) {
+      const int64_t column = std::min(j, n - size);
+      transpose(from + row * from_stride + column, from_stride, to + column * to_stride + row, to_stride);
+    }
+  }
+}
+
 // Classes [c, c + n) of the rows from `begin` on, as chunk[class][row].
 template <class A>
 void load_lanes(const Setup<A>& s, const View& v, RowOperand operand, int64_t class_stride, int64_t begin, int count,
-                int64_t c, int64_t n, int width, A* chunk) {
+                int64_t c, int64_t n, int width, Rows<A>& rows, A* chunk) {
   const int64_t stride = s.space.inner_stride(operand);
   s.space.walk(begin, count, [&](int64_t position, int64_t length, const int64_t* offsets) {
-    for (int64_t j = 0; j < n; ++j)
-      load_run(v, offsets[operand] + (c + j) * class_stride, stride, length, chunk + j * width + position);
+    const int64_t offset = offsets[operand] + c * class_stride;
+    if (class_stride == 1 && n > 1) {  // rows lie in memory as they are: turn them
+      const A* from = in_place<A>(v, offset, 1);
+      const int64_t from_stride = from ? stride : n;
+      if (!from) {
+        from = rows.turning;
+        if (stride == n)
+          load_run(v, offset, 1, length * n, rows.turning);
+        else
+          for (int64_t i = 0; i < length; ++i) load_run(v, offset + i * stride, 1, n, rows.turning + i * n);
+      }
+      transpose_matrix(from, from_stride, length, n, chunk + position, width);
+    } else {
+      for (int64_t j = 0; j < n; ++j)
+        load_run(v, offset + j * class_stride, stride, length, chunk + j * width + position);
+    }
   });
   if (count < width)
     for (int64_t j = 0; j < n; ++j) std::fill(chunk + j * width + count, chunk + (j + 1) * width, A(0));
@@ -277,9 +310,9 @@ void add_lane_wise(const Setup<A>& s, int64_t begin, Rows<A>& rows) {
   A prefix_mass = 0;
   for (int64_t c = 0; c < s.classes; c += step) {
     const int64_t n = std::min(step, s.classes - c);
-    load_lanes(s, a.input, kInputRow, s.input_stride, begin, rows.count, c, n, width, rows.chunk);
+    load_lanes(s, a.input, kInputRow, s.input_stride, begin, rows.count, c, n, width, rows, rows.chunk);
     if (kSpread == Spread::probabilities)
-      load_lanes(s, a.target, kTargetRow, s.target_stride, begin, rows.count, c, n, width, rows.target_chunk);
+      load_lanes(s, a.target, kTargetRow, s.target_stride, begin, rows.count, c, n, width, rows, rows.target_chunk);
     if (!a.probabilities)
       for (int r = 0; r < rows.count; ++r)
         if (rows.label[r] >= c && rows.label[r] < c + n) rows.x_label[r] = rows.chunk[(rows.label[r] - c) * width + r];
@@ -402,6 +435,7 @@ Totals cross_entropy_forward(const RowLoss& a, const View& loss) {
 template <class A>
 struct RowGrads {
   alignas(64) A scale[kMaxRows], scaled_mass[kMaxRows], scaled_label[kMaxRows];
+  alignas(64) A counts[kMaxRows];  // 1, or 0 for ignored and bad rows
 };
 
 template <class A, Spread kSpread>
@@ -413,6 +447,7 @@ void prepare_grads(const Setup<A>& s, const View& grad, int64_t begin, const A* 
   for (int r = 0; r < rows.count; ++r) {
     if (rows.state[r] == Rows<A>::kCounts && tail[kCheckFinite] != 0 && !(rows.lse[r] - rows.lse[r] == 0))
       rows.state[r] = Rows<A>::kBad;
+    g.counts[r] = A(rows.state[r] == Rows<A>::kCounts);
     if (rows.state[r] != Rows<A>::kCounts) {
       g.scale[r] = g.scaled_mass[r] = g.scaled_label[r] = A(0);
       continue;
@@ -503,9 +538,6 @@ void grad_lane_wise(const Setup<A>& s, const View& out, int64_t begin, const Row
   });
   const int64_t input_stride = s.space.inner_stride(kInputRow), target_stride = s.space.inner_stride(kTargetRow),
                 out_stride = s.space.inner_stride(kGradRow);
-  alignas(64) A counts[kMaxRows];
-  for (int r = 0; r < rows.count + V::size && r < kMaxRows; ++r) counts[r] = A(r < rows.count && rows.state[r] == Rows<A>::kCounts);
-
   A* x = rows.chunk;
   A* q = rows.target_chunk;
   for (int64_t c = 0; c < s.classes; ++c) {
@@ -519,21 +551,29 @@ void grad_lane_wise(const Setup<A>& s, const View& out, int64_t begin, const Row
       const V scale = V::load(g.scale + r), lse = V::load(rows.lse + r);
       const V d = math::logit_grad(V::load(x + r), lse, V::load(g.scaled_mass + r),
                                    scaled_spread<A, kSpread>(s, scale, V::load(q + r), w));
-      select(V::load(counts + r) == V(1), d, V(0)).store(rows.result + r);
+      select(V::load(g.counts + r) == V(1), d, V(0)).store(rows.result + r);
     }
     for (int i = 0; i < run_count; ++i)
       store_run(out, runs[i].out + c * s.grad_stride, out_stride, runs[i].length, rows.result + runs[i].position);
   }
   if (kSpread == Spread::probabilities) return;
 
-  // The label's own class, anew and in one rounding: a rounded bfloat16 must not be read back.
+  if (out.dtype == dtype_of<A>) {
+    for (int i = 0; i < run_count; ++i)
+      for (int64_t j = 0; j < runs[i].length; ++j) {
+        const int64_t r = runs[i].position + j;
+        if (rows.label[r] >= 0)
+          static_cast<A*>(out.data)[runs[i].out + j * out_stride + rows.label[r] * s.grad_stride] -= g.scaled_label[r];
+      }
+    return;
+  }
+  // The label's own class, anew and in one rounding: what a narrower type has rounded must not be read back.
   for (int i = 0; i < run_count; ++i)
     for (int64_t j = 0; j < runs[i].length; ++j) {
       const int64_t r = runs[i].position + j;
-      if (rows.state[r] == Rows<A>::kCounts)
-        load_run(a.input, runs[i].input + j * input_stride + rows.label[r] * s.input_stride, 1, 1, x + r);
+      x[r] = A(0);
+      if (rows.label[r] >= 0) load_run(a.input, runs[i].input + j * input_stride + rows.label[r] * s.input_stride, 1, 1, x + r);
     }
-  for (int r = 0; r < rows.count; ++r) rows.w_label[r] = s.smoothing != 0 && rows.label[r] >= 0 ? s.weight_of(rows.label[r]) : A(0);
   for (int r = 0; r < rows.count; r += V::size) {
     const V spread = scaled_spread<A, kSpread>(s, V::load(g.scale + r), V(0), V::load(rows.w_label + r));
     (math::logit_grad(V::load(x + r), V::load(rows.lse + r), V::load(g.scaled_mass + r), spread) - V::load(g.scaled_label + r))
@@ -545,6 +585,43 @@ void grad_lane_wise(const Setup<A>& s, const View& out, int64_t begin, const Row
       if (rows.state[r] == Rows<A>::kCounts)
         store_run(out, runs[i].out + j * out_stride + rows.label[r] * s.grad_stride, 1, 1, rows.result + r);
     }
+}
+
+// Short rows: turned into lanes, and the gradient turned back.
+template <class A, Spread kSpread>
+void grad_turned(const Setup<A>& s, const View& out, int64_t begin, const RowGrads<A>& g, Rows<A>& rows) {
+  using V = Simd<A>;
+  const RowLoss& a = s.loss;
+  const int width = (rows.count + V::size - 1) / V::size * V::size;
+  const int64_t n = s.classes;
+  load_lanes(s, a.input, kInputRow, s.input_stride, begin, rows.count, 0, n, width, rows, rows.chunk);
+  if (kSpread == Spread::probabilities)
+    load_lanes(s, a.target, kTargetRow, s.target_stride, begin, rows.count, 0, n, width, rows, rows.target_chunk);
+  for (int r = 0; r < rows.count; r += V::size) {
+    const V scale = V::load(g.scale + r), lse = V::load(rows.lse + r), mass = V::load(g.scaled_mass + r);
+    const auto counts = V::load(g.counts + r) == V(1);
+    for (int64_t c = 0; c < n; ++c) {
+      A* x = rows.chunk + c * width + r;
+      const V q = V::load(rows.target_chunk + c * width + r), w(kSpread != Spread::none ? s.weight[c] : A(0));
+      const V d = math::logit_grad(V::load(x), lse, mass, scaled_spread<A, kSpread>(s, scale, q, w));
+      select(counts, d, V(0)).store(x);
+    }
+  }
+  if (kSpread != Spread::probabilities)
+    for (int r = 0; r < rows.count; ++r)
+      if (rows.label[r] >= 0) rows.chunk[rows.label[r] * width + r] -= g.scaled_label[r];
+
+  const int64_t stride = s.space.inner_stride(kGradRow);
+  s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
+    const int64_t offset = offsets[kGradRow];
+    A* direct = in_place<A>(out, offset, 1);
+    transpose_matrix(rows.chunk + position, width, n, length, direct ? direct : rows.turning, direct ? stride : n);
+    if (direct) return;
+    if (stride == n)
+      store_run(out, offset, 1, length * n, rows.turning);
+    else
+      for (int64_t i = 0; i < length; ++i) store_run(out, offset + i * stride, 1, n, rows.turning + i * n);
+  });
 }
 
 template <class A, Spread kSpread>
@@ -577,6 +654,8 @@ void cross_entropy_backward(const RowLoss& a, const View& grad, const View& out)
         s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
           for (int64_t i = 0; i < length; ++i) grad_row_wise<A, kSpread>(s, out, int(position + i), offsets, i, g, rows);
         });
+      else if (s.input_stride == 1 && s.grad_stride == 1)
+        grad_turned<A, kSpread>(s, out, begin, g, rows);
       else
         grad_lane_wise<A, kSpread>(s, out, begin, g, rows);
     }

@@ -129,6 +129,49 @@ LG_HD bool any(Mask<T> m) {
   return count(m) != 0;
 }
 
+// a0 b0 a1 b1 .. from the lower halves (kUpper: the upper halves) of a and b.
+template <bool kUpper>
+LG_HD Simd<float> interleave(Simd<float> a, Simd<float> b) {
+#if LOSSGUARD_VECTOR_BYTES == 32
+  constexpr int o = kUpper ? 4 : 0;
+  return Simd<float>(__builtin_shufflevector(a.v, b.v, o, o + 8, o + 1, o + 9, o + 2, o + 10, o + 3, o + 11));
+#else
+  constexpr int o = kUpper ? 2 : 0;
+  return Simd<float>(__builtin_shufflevector(a.v, b.v, o, o + 4, o + 1, o + 5));
+#endif
+}
+template <bool kUpper>
+LG_HD Simd<double> interleave(Simd<double> a, Simd<double> b) {
+#if LOSSGUARD_VECTOR_BYTES == 32
+  constexpr int o = kUpper ? 2 : 0;
+  return Simd<double>(__builtin_shufflevector(a.v, b.v, o, o + 4, o + 1, o + 5));
+#else
+  constexpr int o = kUpper ? 1 : 0;
+  return Simd<double>(__builtin_shufflevector(a.v, b.v, o, o + 2));
+#endif
+}
+// A square of vectors, turned: to[j * to_stride + i] = from[i * from_stride + j]. Each of log2(size)
+// rounds interleaves vector i with vector i + size / 2.
+template <class T>
+LG_HD void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  constexpr int n = Simd<T>::size;
+  Simd<T> a[n], b[n];
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) a[i] = Simd<T>::load(from + i * from_stride);
+#pragma GCC unroll 3
+  for (int width = n; width > 1; width /= 2) {
+#pragma GCC unroll 4
+    for (int i = 0; i < n / 2; ++i) {
+      b[2 * i] = interleave<false>(a[i], a[i + n / 2]);
+      b[2 * i + 1] = interleave<true>(a[i], a[i + n / 2]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) a[i] = b[i];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) a[i].store(to + i * to_stride);
+}
+
 template <class T>
 struct FloatTraits;
 template <>
