@@ -231,11 +231,13 @@ RowLoss rows(const Tensor& input, const Tensor& target, const MaybeTensor& weigh
   return a;
 }
 
-Call call(const char* name, int64_t site, const RowLoss& a, const Tensor& like) {
-  Call c = call(name, site, a.flags, a.input, a.target, like);
+void deliver(const Violations& violations, const char* name, int64_t site, const RowLoss& a, const Tensor& input,
+             const Tensor& target) {
+  const View given = view(target, "target");  // a.target has no dimension where (1) stands for ()
+  Call c = call(name, site, a.flags, a.input, given, input);
   c.num_classes = a.classes();
   c.ignore_index = a.ignore_index;
-  return c;
+  deliver(violations, c);
 }
 
 // A row's loss each, or one number.
@@ -253,7 +255,7 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tens
   a.saved = view(saved, "saved");
   Tensor loss = row_loss(a, input);
   const Violations violations = cpu::cross_entropy_forward(a, view(loss, "loss"));
-  if (violations.count) deliver(violations, call("CrossEntropyLoss", site, a, input));
+  if (violations.count) deliver(violations, "CrossEntropyLoss", site, a, input, target);
   return {std::move(loss), std::move(saved)};
 }
 
@@ -266,7 +268,7 @@ std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target
   a.saved = view(saved, "saved");
   Tensor loss = row_loss(a, input);
   const Violations violations = cpu::nll_forward(a, view(loss, "loss"));
-  if (violations.count) deliver(violations, call("NLLLoss", site, a, input));
+  if (violations.count) deliver(violations, "NLLLoss", site, a, input, target);
   return {std::move(loss), std::move(saved)};
 }
 

@@ -19,7 +19,6 @@ struct Call {
   int device_index;
   int64_t num_classes = -1;  // -1: the loss has none
   int64_t ignore_index = 0;
-  const View* weight = nullptr;
 };
 
 // Hands the report to Python (`lossguard._violations.handle`), which counts, warns or returns the

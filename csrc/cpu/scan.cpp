@@ -76,6 +76,15 @@ void append(Section& a, const Section& b) {
   }
 }
 
+template <class T>
+T largest() {
+  return std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity() : std::numeric_limits<T>::max();
+}
+template <class T>
+T smallest() {
+  return std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity() : std::numeric_limits<T>::min();
+}
+
 // f(linear index, offsets of the K operands) -> Finding<T> for every element, in logical order.
 template <class T, int K, class F>
 Section scan_elements(Subject subject, Check check, const View* const (&views)[K], const F& f, int64_t classes = -1) {
@@ -88,7 +97,7 @@ Section scan_elements(Subject subject, Check check, const View* const (&views)[K
   const std::unique_ptr<Section[]> partial(new Section[blocks]);
   for_each_block(blocks, [&](int64_t b) {
     Section s = whole;
-    T low = std::numeric_limits<T>::max(), high = std::numeric_limits<T>::lowest();
+    T low = largest<T>(), high = smallest<T>();
     space.walk(b * block, std::min(block, n - b * block), [&](int64_t position, int64_t length, const int64_t* offsets) {
       int64_t at[K];
       std::copy_n(offsets, K, at);

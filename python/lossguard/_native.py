@@ -6,7 +6,6 @@ says besides what was given.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from . import _callsite, errors
+from .report import CallSite
 
-_warned: set[tuple[str, str]] = set()
-_warned_lock = threading.Lock()
+_warned: dict[tuple[str, str], object] = {}  # setdefault is atomic: no lock for a fork to leave held
 
 
 def _describe(name: str, value: Any) -> str:
@@ -46,13 +45,13 @@ def _explained(error: Exception, text: str) -> Exception:
 
 
 def not_validated(name: str, why: str) -> None:
-    with _warned_lock:
-        if (name, why) in _warned:
-            return
-        _warned.add((name, why))
-    site = _callsite.here()
+    token = object()
+    if _warned.setdefault((name, why), token) is not token:
+        return
+    site = _callsite.here() or CallSite("<unknown>", 0, "?")
     text = f"{name} was computed by native torch and not validated: {why} (said once)"
-    if site is None:
-        warnings.warn(text, errors.NotValidatedWarning, stacklevel=2)
-    else:
+    try:
         warnings.warn_explicit(text, errors.NotValidatedWarning, site.file, site.line)
+    except errors.NotValidatedWarning:  # warnings are errors: the next one is to be raised as well
+        _warned.pop((name, why), None)
+        raise

@@ -6,6 +6,8 @@ too, whatever it was when the graph was traced.
 
 from __future__ import annotations
 
+import functools
+import threading
 from types import TracebackType
 from typing import Literal
 
@@ -100,22 +102,20 @@ class guard:
     ) -> None:
         _check(strict, check_finite, on_violation)
         self._changes = (strict, check_finite, on_violation)
-        self._outer: list[int] = []
+        self._outer = threading.local()  # one guard object may be entered by several threads, and again
 
     def __enter__(self) -> guard:
         outer = _C.thread_policy()
-        self._outer.append(outer)
+        self._outer.__dict__.setdefault("stack", []).append(outer)
         _C.set_thread_policy(_merged(outer if outer >= 0 else _C.default_policy(), *self._changes))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _C.set_thread_policy(self._outer.pop())
+        _C.set_thread_policy(self._outer.stack.pop())
 
     def __call__(self, function):  # type: ignore[no-untyped-def]
-        import functools
-
         @functools.wraps(function)
         def guarded(*args, **kwargs):  # type: ignore[no-untyped-def]
             with guard(strict=self._changes[0], check_finite=self._changes[1], on_violation=self._changes[2]):

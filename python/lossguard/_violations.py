@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import warnings
+from collections import deque
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ _LABELS = ("-1", "-100", "255", "num_classes")  # csrc/report.h, WellKnown
 _DEVICES = {0: "cpu", 1: "cuda"}  # c10::DeviceType
 _WARN = 1  # csrc/policy.h, OnViolation
 
-_warned: set[tuple[str, int, str]] = set()
-_warned_lock = threading.Lock()
+# Shared by threads without a lock, which a fork could leave held: single dict and deque operations are atomic.
+_warned: dict[tuple[str, int, str], object] = {}
+_recent: deque[tuple[Any, ...]] = deque(maxlen=256)  # what was warned of lately
 
 
 def handle(found: dict[str, Any]) -> errors.LossValidationError | None:
@@ -43,12 +44,19 @@ def _exception(report: Report) -> errors.LossValidationError:
 def _warn(report: Report) -> None:
     site = report.call_site or CallSite("<unknown>", 0, "?")
     key = (site.file, site.line, report.loss)
-    with _warned_lock:
-        if key in _warned:
-            return
-        _warned.add(key)
+    content = (report.loss, *((s.tensor, s.count, *s.indices, *map(str, s.values)) for s in report.sections))
+    if torch._C._current_graph_task_id() != -1 and content in _recent:
+        return  # a forward that checkpointing computes anew, called from the line of the backward
+    token = object()
+    if _warned.setdefault(key, token) is not token:
+        return
+    _recent.append(content)
     text = f'{report}\n  on_violation="warn": these elements are treated as ignored; said once for this line'
-    warnings.warn_explicit(text, errors.LossValidationWarning, site.file, site.line)
+    try:
+        warnings.warn_explicit(text, errors.LossValidationWarning, site.file, site.line)
+    except errors.LossValidationWarning:  # warnings are errors: the next one is to be raised as well
+        _warned.pop(key, None)
+        raise
 
 
 def _report(found: dict[str, Any]) -> Report:

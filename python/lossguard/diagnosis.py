@@ -26,7 +26,7 @@ def _labels(report: Report, s: Section) -> list[str]:
     classes, causes = report.num_classes or 0, []
     lowest, highest = s.seen_min, s.seen_max
     of_label = s.labels
-    above = s.counts.get(">= num_classes", 0)
+    above = s.counts.get(">= num_classes", 0) - of_label.get("255", 0)  # 255 has a cause of its own
     assert isinstance(lowest, int) and isinstance(highest, int)
     if classes == 0:
         return ["the model has 0 outputs along the class dimension (dimension 1 of the input)."]
@@ -48,14 +48,11 @@ def _labels(report: Report, s: Section) -> list[str]:
                 f"labels look 1-based or the model has one output too few (the largest label is num_classes): "
                 f"subtract 1, or give the model {classes + 1} outputs."
             )
-    elif (
-        above and highest <= 255 and report.dtypes["target"] in ("uint8", "int64") and len(report.shapes["target"]) >= 3
-    ):
-        if not (of_label.get("255", 0) == above):
-            causes.append(
-                f"the target looks like an image mask of grey levels up to {highest}, not of class ids: "
-                f"map each grey level to an id in [0, {classes})."
-            )
+    elif above and highest <= 255 and len(report.shapes["target"]) >= 3:
+        causes.append(
+            f"the target looks like an image mask of grey levels up to {highest}, not of class ids: "
+            f"map each grey level to an id in [0, {classes})."
+        )
     elif above and highest > 10 * max(classes, 25):
         causes.append(
             f"labels reach {highest} where the model has {classes} outputs: they look like ids of another task, "
@@ -109,8 +106,10 @@ def _soft_targets(report: Report, s: Section) -> list[str]:
         causes.append("NaN in the target: look for a division by zero or a missing value in the data.")
     if low is None or high is None or s.count == s.counts.get("NaN", 0):
         return causes
-    whole = all(float(v).is_integer() for v in s.values if v == v and abs(v) != float("inf"))
-    if 1 < high <= 255 and low >= 0 and (high > 100 or not whole):
+    if max(abs(low), abs(high)) == float("inf"):
+        return causes
+    whole = all(float(v).is_integer() for v in s.values if v == v)
+    if 100 < high <= 255 and low >= 0:
         causes.append(f"the target reaches {high:g}, as images of scale 255 do: divide it by 255.")
     elif high > 1 and low >= 0 and whole:
         other = "CrossEntropyLoss with int64 targets" if report.loss != "CrossEntropyLoss" else "an int64 target"
@@ -139,6 +138,6 @@ def _not_finite(report: Report, s: Section) -> list[str]:
             "the model diverged upstream of the loss (lower the learning rate, clip gradients; "
             "torch.autograd.set_detect_anomaly(True) finds the operation)."
         )
-    elif s.counts.get("-inf", 0):
+    elif report.loss == "CrossEntropyLoss" and s.counts.get("-inf", 0):
         causes.append("every class of a row is masked with -inf: leave one, or set the row's target to ignore_index.")
     return causes

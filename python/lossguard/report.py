@@ -173,9 +173,12 @@ def _number(value: int | float | None, dtype: str) -> str:
         if code is not None:
             exact = struct.pack(code, value)
             for digits in range(1, 10):
-                text = f"{value:.{digits}g}"
-                if struct.pack(code, float(text)) == exact:
-                    return repr(float(text))
+                rounded = float(f"{value:.{digits}g}")
+                try:
+                    if struct.pack(code, rounded) == exact:
+                        return repr(rounded)
+                except OverflowError:  # rounded up beyond the dtype's largest number
+                    pass
     return {"nan": "nan", "inf": "inf", "-inf": "-inf"}.get(str(value), str(value))
 
 
