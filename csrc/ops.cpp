@@ -218,6 +218,7 @@ RowLoss rows(const Tensor& input, const Tensor& target, const MaybeTensor& weigh
   if (a.probabilities) {
     require(same_shape(a.input, a.target), "class probabilities must have the shape of input");
     require_autocast_or_same(a.target, a.input, a.flags, "class probabilities must have the dtype of input");
+    require(ignore_index < 0, "ignore_index is not defined for class probabilities");
   } else if (a.input.ndim == 1 && a.target.ndim == 1) {
     require(a.target.sizes[0] == 1, "target must be one class index");  // as native: () or (1)
     a.target.ndim = 0;

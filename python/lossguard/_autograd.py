@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as functorch_active
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from . import _derivatives
 from ._ops import ops
+from ._policy import SKIP
 
 
 class Loss(NamedTuple):
@@ -44,7 +45,7 @@ _cross_entropy_backward = ops.cross_entropy_backward.default._op
 
 def _beyond_kernels(needs: Any) -> bool:
     """Whether a backward is to be differentiated or batched, or wants more than the gradient of input."""
-    return torch.is_grad_enabled() or needs[1] or needs[2] or functorch_active()
+    return torch.is_grad_enabled() or needs[1] or needs[2] or functorch_active() or forward_ad._current_level >= 0
 
 
 class _BCE(Function):
@@ -173,6 +174,10 @@ def _traceable(
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
             size = info.batch_size
             batched = [_move_to_front(t, d, size) for t, d in zip(args[:tensors], in_dims)]
+            if size == 0:  # no sample to learn the shapes from: ask one of zeros
+                zeros = [t if t is None else t.new_zeros(t.shape[1:]) for t in batched]
+                outputs = Traced.apply(*zeros, *args[tensors:-2], args[-2] | SKIP, args[-1])
+                return tuple(t.new_empty((0, *t.shape)) for t in outputs), (0, 0)
             outputs = [Traced.apply(*(t if t is None else t[i] for t in batched), *args[tensors:]) for i in range(size)]
             return tuple(torch.stack(column) for column in zip(*outputs)), (0, 0)
 

@@ -58,7 +58,8 @@ def bce(
     keep = _in_unit_interval(input, False) & _in_unit_interval(target, False)
     p, y = _masked(keep, _wide(input), 0.5), _masked(keep, _wide(target), 0.5)
     scale = _scale(grad, saved, flags)
-    scale = _masked(keep, (scale if weight is None else scale * weight.to(scale.dtype)).expand_as(p))
+    scale = scale.expand_as(p)
+    scale = _masked(keep, scale if weight is None else scale * weight.to(scale.dtype))
     d_input = d_target = None
     if needs[0]:
         d_input = (scale * ((p - y) / ((1 - p) * p).clamp(min=1e-12))).to(input.dtype)
@@ -77,14 +78,14 @@ def bce_with_logits(
     saved: Tensor,
     flags: int,
 ) -> Grads:
-    scale = _scale(grad, saved, flags)
-    keep = _in_unit_interval(target, True) | (saved[_STRICT] == 0)
+    scale = _scale(grad, saved, flags).expand_as(input)
+    keep = torch.logical_or(_in_unit_interval(target, True), saved[_STRICT] == 0)
     if weight is not None:
         scale = scale * weight.to(scale.dtype)
         keep = keep | (weight == 0)
-    keep = keep & (torch.isfinite(input) | (saved[_CHECK_FINITE] == 0))
+    keep = keep & torch.logical_or(torch.isfinite(input), saved[_CHECK_FINITE] == 0)
     x, y = _masked(keep, _wide(input)), _masked(keep, _wide(target))
-    scale = _masked(keep, scale.expand_as(x))
+    scale = _masked(keep, scale)
     positive = 1.0 if pos_weight is None else pos_weight.to(x.dtype)
     slope = 1 + (positive - 1) * y
     d_input = d_target = None
@@ -114,7 +115,7 @@ def _rows(t: Tensor, input: Tensor, class_dim: int) -> Tensor:
 
 def _per_class(weight: Optional[Tensor], like: Tensor, class_dim: int) -> Tensor:
     if weight is None:
-        return like.new_ones(())
+        return like.new_ones([1] * like.dim())
     return weight.to(like.dtype).reshape([-1 if d == class_dim else 1 for d in range(like.dim())])
 
 
@@ -136,7 +137,7 @@ def cross_entropy(
     scale = _rows(_scale(grad, saved, flags), input, class_dim)
     finite = torch.isfinite(x) | (x == -torch.inf)
     some = (x != -torch.inf).any(class_dim, keepdim=True)  # a row masked throughout has no distribution
-    sound = (finite.all(class_dim, keepdim=True) & some) | (saved[_CHECK_FINITE] == 0)
+    sound = torch.logical_or(finite.all(class_dim, keepdim=True) & some, saved[_CHECK_FINITE] == 0)
 
     if not target.is_floating_point():
         keep, label = _labels(input, target, ignore_index, class_dim)
@@ -153,7 +154,7 @@ def cross_entropy(
         return _masked(keep.expand_as(d), d).to(input.dtype), None, None
 
     passes = _in_unit_interval(target, True) | (w == 0)
-    keep = (passes.all(class_dim, keepdim=True) | (saved[_STRICT] == 0)) & sound
+    keep = torch.logical_or(passes.all(class_dim, keepdim=True), saved[_STRICT] == 0) & sound
     x = _masked(keep.expand_as(x), x)
     q = _masked(keep.expand_as(x), _wide(target))
     scale = _masked(keep, scale.expand_as(keep))
@@ -190,9 +191,9 @@ def nll(
     if input.size(class_dim) == 0:
         return torch.zeros_like(input), None, None
     keep, label = _labels(input, target, ignore_index, class_dim)
-    keep = keep & (torch.isfinite(input.gather(class_dim, label)) | (saved[_CHECK_FINITE] == 0))
+    keep = keep & torch.logical_or(torch.isfinite(input.gather(class_dim, label)), saved[_CHECK_FINITE] == 0)
     scale = _rows(_scale(grad, saved, flags), input, class_dim)
     w_label = 1.0 if weight is None else weight.to(scale.dtype)[label]
-    scale = _masked(keep, (scale * w_label).expand_as(keep))
+    scale = _masked(keep, scale.expand_as(keep) * w_label)
     zeros = torch.zeros_like(input, dtype=scale.dtype)
     return zeros.scatter(class_dim, label, -scale).to(input.dtype), None, None

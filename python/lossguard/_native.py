@@ -32,9 +32,17 @@ def fall_back(function: Callable[..., Tensor], tensors: dict[str, Any], options:
     except Exception as error:
         given = ", ".join(_describe(name, t) for name, t in tensors.items() if t is not None)
         raise _explained(error, f"{error} (lossguard: {why}; given: {given})") from None
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        _not_validated_while_tracing(function.__name__, why)
+    elif not torch.compiler.is_compiling():
         not_validated(function.__name__, why)
     return result
+
+
+@torch._dynamo.assume_constant_result
+def _not_validated_while_tracing(name: str, why: str) -> int:
+    not_validated(name, why)
+    return 0
 
 
 def _explained(error: Exception, text: str) -> Exception:

@@ -19,6 +19,7 @@ _ACTIONS = ("raise", "warn", "skip")  # csrc/policy.h, OnViolation
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 FLOAT_LOSS = 1 << 2  # a float32 loss for half inputs, as under autocast
+SKIP = 3 << 7  # on_violation, spelled out
 
 
 def _check(strict: bool | None, check_finite: bool | None, on_violation: str | None) -> None:

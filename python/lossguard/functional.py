@@ -30,16 +30,15 @@ from torch.compiler import is_compiling as _is_compiling
 from torch.nn._reduction import legacy_get_string
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _C, _autograd, _callsite, _native
+from . import _C, _autograd, _callsite, _native, errors
 from ._ops import Unsupported
 from ._policy import _REDUCTIONS, FLOAT_LOSS, OnViolation, explicit_flags, reduction_flags
 
 __all__ = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss"]
 
-# NotImplementedError: the dispatcher knows no kernel for the device or subclass.
-_REFUSED = (Unsupported, NotImplementedError)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NO_WEIGHT_GRADIENT = "weights have no gradient"
 
 
@@ -96,7 +95,7 @@ def binary_cross_entropy(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce.eager(input, target, weight, flags, 0)
         return _autograd.bce.forward(input, target, weight, flags, 0)[0]
-    except _REFUSED as refusal:
+    except Exception as refusal:
         return _refused(_BCE, (input, target, weight), (), flags, refusal)
 
 
@@ -161,7 +160,7 @@ def binary_cross_entropy_with_logits(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, 0)
         return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, 0)[0]
-    except _REFUSED as refusal:
+    except Exception as refusal:
         return _refused(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags, refusal)
 
 
@@ -215,18 +214,18 @@ def nll_loss(
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_NLL, (input, target, weight), (ignore_index,), flags)
-    if input.numel() <= _FEW and _native_nll_will_do(input, flags):
-        try:
-            return _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]
-        except (IndexError, RuntimeError, ValueError):
-            pass  # to be reported, or refused, below
     try:
+        if input.numel() <= _FEW and _native_nll_will_do(input, flags):
+            try:
+                return _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]
+            except (IndexError, RuntimeError, ValueError):
+                pass  # to be reported, or refused, below
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad:
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.nll.eager(input, target, weight, ignore_index, flags, 0)
         return _autograd.nll.forward(input, target, weight, ignore_index, flags, 0)[0]
-    except _REFUSED as refusal:
+    except Exception as refusal:
         return _refused(_NLL, (input, target, weight), (ignore_index,), flags, refusal)
 
 
@@ -294,9 +293,6 @@ def cross_entropy(
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
-    if ignore_index >= 0 and target.is_floating_point():
-        why = "ignore_index is not defined for class probabilities"
-        return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, why)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags)
     try:
@@ -305,7 +301,7 @@ def cross_entropy(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, 0)
         return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, 0)[0]
-    except _REFUSED as refusal:
+    except Exception as refusal:
         return _refused(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, refusal)
 
 
@@ -377,6 +373,8 @@ def _has_tangent(tensors: tuple[Any, ...]) -> bool:
 
 def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Tensor:
     """A call under torch.compile, a functorch transform, autocast or forward-mode AD."""
+    if not all(t is None or isinstance(t, Tensor) for t in tensors):
+        return _native_call(loss, tensors, constants, flags, "not a tensor")
     input, target = tensors[:2]
     compiling = _is_compiling()
     if torch.is_autocast_enabled(input.device.type):
@@ -392,11 +390,11 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
             if _has_gradless_weight(loss, tensors):
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _eager(loss, tensors, constants, flags)
-        except _REFUSED as refusal:
+        except Exception as refusal:
             return _refused(loss, tensors, constants, flags, refusal)
-    why = _refusal(loss, tensors, flags)
+    why = _refusal(loss, tensors, constants, flags)
     if why is not None:
-        promoted = _promoted(loss, tensors)
+        promoted = _promoted(loss, tensors, constants)
         if promoted is None:
             return _native_call(loss, tensors, constants, flags, why)
         return _like_native(loss, target, loss.loss.traced(*promoted, *constants, flags, _site()))
@@ -410,14 +408,14 @@ def _site() -> int:
 def _autocast(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> tuple[tuple[Any, ...], int]:
     """As native's rule for these losses: halves count as float32. The kernels widen as they read."""
     floats = {t.dtype for t in tensors if t is not None and t.is_floating_point()}
-    if floats & {torch.float64} or not floats & set(_HALVES):
+    if not floats & set(_HALVES):
         return tensors, flags
-    if tensors[0].dtype not in _HALVES:  # a half target beside float32 input: rare, widened here
-        tensors = tuple(t.float() if t is not None and t.dtype in _HALVES else t for t in tensors)
+    if torch.float64 in floats or tensors[0].dtype not in _HALVES:  # rare: widened here, doubles left alone
+        return tuple(t.float() if t is not None and t.dtype in _HALVES else t for t in tensors), flags
     return tensors, flags | FLOAT_LOSS
 
 
-def _refusal(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> Optional[str]:
+def _refusal(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Optional[str]:
     """Why no kernel takes these: the rules of csrc/ops.cpp, for calls that are traced first."""
     input, target, *weights = tensors
     for name, t in zip(loss.tensors, tensors):
@@ -445,6 +443,8 @@ def _refusal(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> Optional[str]
             return "target must be one class index"
     elif target.shape != input.shape[:1] + input.shape[2:]:
         return "target must have the shape of input without classes"
+    if soft and loss is _CROSS_ENTROPY and constants[0] >= 0:
+        return "ignore_index is not defined for class probabilities"
     if soft and loss is _NLL:
         return "target must hold class indices"
     if _has_gradless_weight(loss, tensors):
@@ -471,7 +471,7 @@ def _broadcasts(weight: Tensor, input: Tensor) -> bool:
     return all(w == 1 or w == size for w, size in pairs)
 
 
-def _promoted(loss: _Loss, tensors: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
+def _promoted(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> Optional[tuple[Any, ...]]:
     """Floating-point dtypes that differ, where native takes them, made one; else None."""
     input, target = tensors[:2]
     if not (loss is _BCE_WITH_LOGITS or (loss is _CROSS_ENTROPY and target.is_floating_point())):
@@ -483,7 +483,7 @@ def _promoted(loss: _Loss, tensors: tuple[Any, ...]) -> Optional[tuple[Any, ...]
     for dtype in floats if loss is _CROSS_ENTROPY else floats[1:2]:
         common = torch.promote_types(common, dtype)
     promoted = tuple(t if t is None else t.to(common) for t in tensors)
-    return promoted if _refusal(loss, promoted, 0) is None else None
+    return promoted if _refusal(loss, promoted, constants, 0) is None else None
 
 
 def _like_native(loss: _Loss, target: Tensor, result: Tensor) -> Tensor:
@@ -507,8 +507,16 @@ def _has_gradless_weight(loss: _Loss, tensors: tuple[Any, ...]) -> bool:
 def _refused(
     loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, refusal: Exception
 ) -> Tensor:
-    why = str(refusal) if isinstance(refusal, Unsupported) else f"no kernel for {_kind_of(tensors)}"
-    promoted = _promoted(loss, tensors) if isinstance(refusal, Unsupported) else None
+    """Not a violation but a call that no kernel takes: native computes it, or raises its own error."""
+    if isinstance(refusal, (errors.LossValidationError, Warning)):
+        raise refusal
+    if isinstance(refusal, Unsupported):
+        why = str(refusal)
+    elif isinstance(refusal, NotImplementedError) or any(type(t) not in _PLAIN for t in tensors if t is not None):
+        why = f"no kernel for {_kind_of(tensors)}"
+    else:
+        why = str(refusal).partition("\n")[0]
+    promoted = _promoted(loss, tensors, constants) if isinstance(refusal, Unsupported) else None
     if promoted is None:
         return _native_call(loss, tensors, constants, flags, why)
     return _like_native(loss, tensors[1], _eager(loss, promoted, constants, flags))
@@ -516,9 +524,7 @@ def _refused(
 
 def _kind_of(tensors: tuple[Any, ...]) -> str:
     kinds = {
-        type(t).__name__ if type(t) not in (Tensor, torch.nn.Parameter) else f"{t.device.type} tensors"
-        for t in tensors
-        if t is not None
+        type(t).__name__ if type(t) not in _PLAIN else f"{t.device.type} tensors" for t in tensors if t is not None
     }
     return " and ".join(sorted(kinds))
 
