@@ -1,6 +1,11 @@
-import pytest
+import os
 
-import lossguard.functional
+# One thread a worker (pytest-xdist has one for each core); tests of threads ask for their own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+
+import lossguard.functional  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

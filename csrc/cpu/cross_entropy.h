@@ -379,6 +379,8 @@ Totals finish_rows(const Setup<A>& s, Rows<A>& rows) {
       rows.result[r] = of_bad;
     } else if (rows.state[r] == Rows<A>::kIgnored) {
       rows.result[r] = A(0);
+    } else if (!s.classes) {
+      rows.result[r] = A(0);  // an empty sum; the mean is 0 / 0, as native's
     } else {
       totals.denominator += a.probabilities ? A(1) : rows.w_label[r];
     }

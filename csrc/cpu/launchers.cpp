@@ -86,7 +86,9 @@ void elementwise_backward(const ElementwiseLoss& a, const View& grad, const View
   kernels().elementwise_backward(a, grad, out);
 }
 Violations cross_entropy_forward(const RowLoss& a, const View& loss) {
-  const Totals totals = kernels().cross_entropy_forward(a, per_element(a.flags, loss));
+  Totals totals = kernels().cross_entropy_forward(a, per_element(a.flags, loss));
+  // Labels of weight 0 alone: natively the smoothed mean is 0 / 0 plus a number over 0.
+  if (a.smoothing != 0 && totals.denominator == 0) totals.loss = 0;
   finish(totals, a.flags, a.saved, loss);
   return totals.bad ? scan_cross_entropy(a) : Violations{};
 }

@@ -249,7 +249,8 @@ LG_HD Simd<T> log_of_parts(Simd<T> u, Simd<T> x, bool from_log1p) {
   if (from_log1p) {
     // What rounding took from 1 + x goes back in; where k = 0 that makes f exactly x.
     const V lost = select(u >= V(2), V(1) - (u - x), x - (u - V(1)));
-    const V inverse_power = bits<T>((I(F::bias) - k_bits) << F::mantissa);
+    const auto k_held = k_bits > I(F::bias) ? k_bits - k_bits + I(F::bias) : k_bits;  // else 2^-k has no exponent
+    const V inverse_power = bits<T>((I(F::bias) - k_held) << F::mantissa);
     f = f + lost * inverse_power;
   }
   k = k + k_shift;

@@ -30,12 +30,16 @@ from torch.compiler import is_compiling as _is_compiling
 from torch.nn._reduction import legacy_get_string
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _C, _autograd, _callsite, _native, errors
+from . import _C, _autograd, _callsite, _native
 from ._ops import Unsupported
 from ._policy import _REDUCTIONS, FLOAT_LOSS, OnViolation, explicit_flags, reduction_flags
+from .errors import LossValidationError
 
 __all__ = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss"]
 
+# What an op or its arguments raise where no kernel takes them. Not every Exception: checkpointing stops a
+# forward that it computes anew with one of its own.
+_REFUSED = (Unsupported, NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError, OverflowError)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -95,7 +99,9 @@ def binary_cross_entropy(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce.eager(input, target, weight, flags, 0)
         return _autograd.bce.forward(input, target, weight, flags, 0)[0]
-    except Exception as refusal:
+    except LossValidationError:
+        raise
+    except _REFUSED as refusal:
         return _refused(_BCE, (input, target, weight), (), flags, refusal)
 
 
@@ -160,7 +166,9 @@ def binary_cross_entropy_with_logits(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, 0)
         return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, 0)[0]
-    except Exception as refusal:
+    except LossValidationError:
+        raise
+    except _REFUSED as refusal:
         return _refused(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags, refusal)
 
 
@@ -225,7 +233,9 @@ def nll_loss(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.nll.eager(input, target, weight, ignore_index, flags, 0)
         return _autograd.nll.forward(input, target, weight, ignore_index, flags, 0)[0]
-    except Exception as refusal:
+    except LossValidationError:
+        raise
+    except _REFUSED as refusal:
         return _refused(_NLL, (input, target, weight), (ignore_index,), flags, refusal)
 
 
@@ -301,7 +311,9 @@ def cross_entropy(
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, 0)
         return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, 0)[0]
-    except Exception as refusal:
+    except LossValidationError:
+        raise
+    except _REFUSED as refusal:
         return _refused(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, refusal)
 
 
@@ -390,7 +402,9 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
             if _has_gradless_weight(loss, tensors):
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
             return _eager(loss, tensors, constants, flags)
-        except Exception as refusal:
+        except LossValidationError:
+            raise
+        except _REFUSED as refusal:
             return _refused(loss, tensors, constants, flags, refusal)
     why = _refusal(loss, tensors, constants, flags)
     if why is not None:
@@ -508,8 +522,6 @@ def _refused(
     loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int, refusal: Exception
 ) -> Tensor:
     """Not a violation but a call that no kernel takes: native computes it, or raises its own error."""
-    if isinstance(refusal, (errors.LossValidationError, Warning)):
-        raise refusal
     if isinstance(refusal, Unsupported):
         why = str(refusal)
     elif isinstance(refusal, NotImplementedError) or any(type(t) not in _PLAIN for t in tensors if t is not None):
