@@ -37,7 +37,8 @@ py::dict describe(const Section& s) {
   d["values"] = values;
   if (s.has_offender_range)
     d["offender_range"] = py::make_tuple(number(s.check, s.offender_min), number(s.check, s.offender_max));
-  if (s.has_seen_range) d["seen_range"] = py::make_tuple(number(s.check, s.seen_min), number(s.check, s.seen_max));
+  if (s.has_valid_range)
+    d["valid_range"] = py::make_tuple(number(s.check, s.valid_min), number(s.check, s.valid_max));
   return d;
 }
 

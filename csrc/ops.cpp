@@ -44,7 +44,12 @@ DType dtype_of(const Tensor& t, const char* name) {
   }
 }
 
+void require(bool holds, const char* why) {
+  if (!holds) throw_unsupported(why);
+}
+
 View view(const Tensor& t, const char* name) {
+  require(t.dim() <= kMaxDims, "more than 64 dimensions");
   View v;
   v.present = true;
   v.dtype = dtype_of(t, name);
@@ -55,13 +60,11 @@ View view(const Tensor& t, const char* name) {
     v.sizes[d] = sizes[d];
     v.strides[d] = strides[d];
   }
+  require(v.data || v.numel() == 0, "a tensor whose storage was freed");
   return v;
 }
 View view(const MaybeTensor& t, const char* name) { return t ? view(*t, name) : View{}; }
 
-void require(bool holds, const char* why) {
-  if (!holds) throw_unsupported(why);
-}
 bool same_shape(const View& a, const View& b) {
   if (a.ndim != b.ndim) return false;
   for (int d = 0; d < a.ndim; ++d)
@@ -119,6 +122,11 @@ Tensor empty_like(const Tensor& like, const View& v) {
   return contiguous ? empty(like, v.sizes, v.ndim, v.dtype) : torch::stable::empty_like(like);
 }
 
+// What a forward saved: kernels read it as one run. Hooks on saved tensors may have changed its strides.
+Tensor as_run(const Tensor& saved) {
+  require(saved.dim() == 1, "saved is not of this loss");
+  return saved.stride(0) == 1 ? saved : torch::stable::contiguous(saved);
+}
 DType saved_dtype(const View& input) { return input.dtype == DType::f64 ? DType::f64 : DType::f32; }
 DType loss_dtype(const View& input, const Flags& flags) {
   return flags.float_loss && input.dtype != DType::f64 ? DType::f32 : input.dtype;
@@ -171,7 +179,8 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss
   return {std::move(loss), std::move(saved)};
 }
 
-Tensor elementwise_backward(ElementwiseLoss&& a, const Tensor& grad, const Tensor& input, const Tensor& saved) {
+Tensor elementwise_backward(ElementwiseLoss&& a, const Tensor& grad, const Tensor& input, const Tensor& given) {
+  const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");
   require(a.saved.numel() == kSavedTail && a.saved.dtype == saved_dtype(a.input), "saved is not of this loss");
   const View g = grad_over(grad, a.input);
@@ -274,10 +283,11 @@ std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target
 }
 
 Tensor row_backward(void (*launch)(const RowLoss&, const View&, const View&), RowLoss&& a, const Tensor& grad,
-                    const Tensor& input, const Tensor& saved, bool with_lse) {
+                    const Tensor& input, const Tensor& given, bool with_lse) {
   const View per_row = a.input.without_dim(a.class_dim);
+  const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");
-  require(a.saved.ndim == 1 && a.saved.numel() == kSavedTail + (with_lse ? per_row.numel() : 0) &&
+  require(a.saved.numel() == kSavedTail + (with_lse ? per_row.numel() : 0) &&
               a.saved.dtype == saved_dtype(a.input),
           "saved is not of this loss");
   const View g = grad_over(grad, per_row);
@@ -294,8 +304,9 @@ Tensor cross_entropy_backward(const Tensor& grad, const Tensor& input, const Ten
 }
 Tensor nll_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
                     const Tensor& saved, int64_t ignore_index, int64_t flags) {
-  return row_backward(cpu::nll_backward, rows(input, target, weight, ignore_index, 0, flags), grad, input, saved,
-                      false);
+  RowLoss a = rows(input, target, weight, ignore_index, 0, flags);
+  require(!a.probabilities, "target must hold class indices");
+  return row_backward(cpu::nll_backward, std::move(a), grad, input, saved, false);
 }
 
 }  // namespace

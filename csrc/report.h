@@ -35,8 +35,8 @@ struct Section {
   int64_t kinds[kKinds] = {};
   int64_t well_known[kWellKnown] = {};
   Value offender_min = {}, offender_max = {};  // of the offenders that are not NaN
-  Value seen_min = {}, seen_max = {};          // of all that count and are not NaN
-  bool has_offender_range = false, has_seen_range = false;
+  Value valid_min = {}, valid_max = {};        // of the others
+  bool has_offender_range = false, has_valid_range = false;
   int listed = 0;
   int64_t index[kListed] = {};
   Value value[kListed] = {};

@@ -6,7 +6,7 @@ namespace lossguard {
 
 enum class DType : int32_t { f32, f64, f16, bf16, i64, u8 };
 
-constexpr int kMaxDims = 64;  // torch's own limit
+constexpr int kMaxDims = 64;  // beyond, calls go to native torch
 
 struct View {
   void* data = nullptr;

@@ -3,9 +3,8 @@ import os
 # One thread a worker (pytest-xdist has one for each core); tests of threads ask for their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-
 import lossguard.functional  # noqa: E402
+import pytest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

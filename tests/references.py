@@ -340,6 +340,7 @@ def _section(tensor: str, kind: str, elements: list, bound: float = 0.0) -> dict
     numbers = [-math.inf if v == "mask" else v for _, v in elements]
     numbers = [v for v in numbers if v == v]
     wrong = [v for _, v, _ in bad if v == v]
+    valid = [-math.inf if v == "mask" else v for _, v in elements if not _fault(kind, v, bound)]
     faults = ("below 0", ">= num_classes" if kind == "class_index" else "above 1", "NaN", "+inf", "-inf")
     known = {"-1": -1, "-100": -100, "255": 255, "num_classes": bound} if kind == "class_index" else {}
     if bound == 255:
@@ -359,4 +360,6 @@ def _section(tensor: str, kind: str, elements: list, bound: float = 0.0) -> dict
         max=max(wrong, default=None),
         seen_min=min(numbers, default=None),
         seen_max=max(numbers, default=None),
+        valid_min=min(valid, default=None),
+        valid_max=max(valid, default=None),
     )

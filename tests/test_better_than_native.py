@@ -1,11 +1,10 @@
 """Where lossguard departs from native torch on purpose. README.md has a row for each of these tests."""
 
+import lossguard
+import lossguard.functional as F
 import pytest
 import torch
 import torch.nn.functional as native
-
-import lossguard
-import lossguard.functional as F
 
 inf, nan = float("inf"), float("nan")
 

@@ -53,6 +53,7 @@ def test_a_wheel_builds_and_works_elsewhere(tmp_path):
         "try: lossguard.functional.nll_loss(torch.zeros(2, 3), torch.tensor([0, 3]))\n"
         "except IndexError as e: print(json.dumps([lossguard.__file__, e.report.to_dict()]))"
     )
-    file, report = json.loads(run(sys.executable, "-c", code, cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(elsewhere))))
+    installed = dict(os.environ, PYTHONPATH=str(elsewhere))
+    file, report = json.loads(run(sys.executable, "-c", code, cwd=tmp_path, env=installed))
     assert file == str(elsewhere / "lossguard" / "__init__.py")
     assert report["sections"][0]["indices"] == [[1]] and report["sections"][0]["values"] == [3]

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 
+import lossguard
 import pytest
 import torch
-
-import lossguard
 from lossguard import _C, _environment
 from lossguard.__main__ import main
 

@@ -6,10 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lossguard
 import pytest
 import torch
-
-import lossguard
 from lossguard import demo
 from lossguard.__main__ import main
 

@@ -2,11 +2,10 @@
 
 import pickle
 
-import pytest
-import torch
-
 import lossguard
 import lossguard.functional as F
+import pytest
+import torch
 
 FEW = 4096
 

@@ -237,8 +237,8 @@ void add_row_wise(const Setup<A>& s, int r, int64_t input_offset, int64_t target
       sums.add(load_tail(x + i, rest, -std::numeric_limits<A>::infinity()), V(safe), load_tail(q + i, rest, A(0)),
                load_tail(w + i, rest, A(0)), s);
     }
-    if (c) {  // what came before was relative to a smaller maximum
-      rows.sum[r] *= math::exp(rows.safe[r] - safe);
+    if (c) {  // what came before was relative to a smaller maximum; masks of -inf alone summed to 0
+      if (rows.sum[r] != 0) rows.sum[r] *= math::exp(rows.safe[r] - safe);
       rows.moment[r] += math::moment_term(rows.mass[r], rows.safe[r] - safe);
     }
     rows.sum[r] += sum(sums.sum);
@@ -325,7 +325,8 @@ void add_lane_wise(const Setup<A>& s, int64_t begin, Rows<A>& rows) {
       RowSums<A, kSpread> sums;
       if (c) {
         const V mass = kSpread == Spread::probabilities ? V::load(rows.mass + r) : V(prefix_mass);
-        sums.sum = V::load(rows.sum + r) * exp(before - safe);
+        const V sum = V::load(rows.sum + r);
+        sums.sum = select(sum == V(0), V(0), sum * exp(before - safe));
         sums.mass = V::load(rows.mass + r);
         sums.moment = V::load(rows.moment + r) + math::moment_term(mass, before - safe);
       }

@@ -69,7 +69,7 @@ void append(Section& a, const Section& b) {
   for (int i = 0; i < kWellKnown; ++i) a.well_known[i] += b.well_known[i];
   if (b.has_offender_range)
     widen_range(a.check, a.has_offender_range, a.offender_min, a.offender_max, b.offender_min, b.offender_max);
-  if (b.has_seen_range) widen_range(a.check, a.has_seen_range, a.seen_min, a.seen_max, b.seen_min, b.seen_max);
+  if (b.has_valid_range) widen_range(a.check, a.has_valid_range, a.valid_min, a.valid_max, b.valid_min, b.valid_max);
   for (int i = 0; i < b.listed && a.listed < kListed; ++i) {
     a.index[a.listed] = b.index[i];
     a.value[a.listed++] = b.value[i];
@@ -115,11 +115,9 @@ Section scan_elements(Subject subject, Check check, const View* const (&views)[K
         }
       }
     });
-    s.seen_min = as_value(low);
-    s.seen_max = as_value(high);
-    s.has_seen_range = low <= high;
-    if (s.has_offender_range)
-      widen_range(check, s.has_seen_range, s.seen_min, s.seen_max, s.offender_min, s.offender_max);
+    s.valid_min = as_value(low);
+    s.valid_max = as_value(high);
+    s.has_valid_range = low <= high;
     partial[b] = s;
   });
   for (int64_t b = 0; b < blocks; ++b) append(whole, partial[b]);

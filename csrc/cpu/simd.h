@@ -203,7 +203,7 @@ struct FloatTraits<double> {
 };
 
 // e^x for x <= 88 (float) or 709 (double); 0 where the result would be subnormal. NaN stays NaN.
-// At most 1 ulp off (tests/test_vector_math.py).
+// At most 1.5 ulp off (tests/test_vector_math.py).
 template <class T>
 LG_HD Simd<T> exp(Simd<T> x) {
   using V = Simd<T>;
@@ -265,7 +265,7 @@ LG_HD Simd<T> log_of_parts(Simd<T> u, Simd<T> x, bool from_log1p) {
   return select(invalid, V(std::numeric_limits<T>::quiet_NaN()), r);
 }
 
-// Natural logarithm; -inf at 0, NaN below, subnormals included. At most 1 ulp off.
+// Natural logarithm; -inf at 0, NaN below, subnormals included. At most 1.5 ulp off.
 template <class T>
 LG_HD Simd<T> log(Simd<T> x) {
   return log_of_parts(x, x, false);

@@ -9,6 +9,7 @@ the op is called as it is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -20,6 +21,7 @@ from torch.autograd import Function, forward_ad
 from . import _derivatives
 from ._ops import ops
 from ._policy import SKIP
+from .errors import LossValidationError
 
 
 class Loss(NamedTuple):
@@ -178,7 +180,14 @@ def _traceable(
                 zeros = [t if t is None else t.new_zeros(t.shape[1:]) for t in batched]
                 outputs = Traced.apply(*zeros, *args[tensors:-2], args[-2] | SKIP, args[-1])
                 return tuple(t.new_empty((0, *t.shape)) for t in outputs), (0, 0)
-            outputs = [Traced.apply(*(t if t is None else t[i] for t in batched), *args[tensors:]) for i in range(size)]
+            outputs = []
+            for i in range(size):
+                sample = [t if t is None else t[i] for t in batched]
+                try:
+                    outputs.append(Traced.apply(*sample, *args[tensors:]))
+                except LossValidationError as error:
+                    report = dataclasses.replace(error.report, vmap=(*error.report.vmap, i))
+                    raise type(error)(report) from None
             return tuple(torch.stack(column) for column in zip(*outputs)), (0, 0)
 
     @torch.compiler.allow_in_graph

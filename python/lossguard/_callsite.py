@@ -43,7 +43,7 @@ def here() -> CallSite | None:
 
 def lookup(site: int) -> CallSite | None:
     """The call site an op was given; 0 stands for the stack as it is now."""
-    return here() if site <= 0 else _traced[site - 1]
+    return _traced[site - 1] if 0 < site <= len(_traced) else here()
 
 
 @torch._dynamo.assume_constant_result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Optional
 
 import torch
@@ -24,7 +25,18 @@ _SAVED_TAIL = 3  # csrc/losses.h, SavedTail
 
 
 def _fake(name: str) -> Any:
-    return torch.library.register_fake(f"lossguard::{name}")
+    """Registers a fake implementation, which also serves meta tensors: all of them, or none."""
+
+    def register(function: Any) -> Any:
+        @functools.wraps(function)
+        def fake(*args: Any) -> Any:
+            if len({arg.device for arg in args if isinstance(arg, Tensor)}) > 1:
+                raise Unsupported("tensors on different devices")
+            return function(*args)
+
+        return torch.library.register_fake(f"lossguard::{name}", fake)
+
+    return register
 
 
 def _loss_dtype(input: Tensor, flags: int) -> torch.dtype:

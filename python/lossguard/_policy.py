@@ -11,6 +11,8 @@ import threading
 from types import TracebackType
 from typing import Literal
 
+from torch.nn._reduction import get_enum
+
 from . import _C
 
 OnViolation = Literal["raise", "warn", "skip"]
@@ -45,9 +47,9 @@ def explicit_flags(strict: bool | None, check_finite: bool | None, on_violation:
 
 def reduction_flags(reduction: str) -> int:
     try:
-        return _REDUCTIONS[reduction]
-    except (KeyError, TypeError):
-        raise ValueError(f"{reduction} is not a valid value for reduction: want 'none', 'mean' or 'sum'") from None
+        return get_enum(reduction)  # the same codes; knows torch's deprecated names as well
+    except ValueError as error:
+        raise ValueError(f"{error}: want 'none', 'mean' or 'sum'") from None
 
 
 def _merged(code: int, strict: bool | None, check_finite: bool | None, on_violation: str | None) -> int:

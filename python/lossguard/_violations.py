@@ -11,7 +11,7 @@ import torch
 
 from . import _callsite, errors
 from .diagnosis import likely_causes
-from .report import CallSite, Report, Section
+from .report import MAX_TEXT, CallSite, Report, Section, shorten
 
 _CHECKS = ("class_index", "unit_interval", "finite")  # csrc/report.h, Check
 _LABELS = ("-1", "-100", "255", "num_classes")  # csrc/report.h, WellKnown
@@ -51,9 +51,9 @@ def _warn(report: Report) -> None:
     if _warned.setdefault(key, token) is not token:
         return
     _recent.append(content)
-    text = f'{report}\n  on_violation="warn": these elements are treated as ignored; said once for this line'
+    text = shorten(str(report), MAX_TEXT - 80) + '\n  on_violation="warn": treated as ignored; said once for this line'
     try:
-        warnings.warn_explicit(text, errors.LossValidationWarning, site.file, site.line)
+        warnings.warn_explicit(errors.LossValidationWarning(text, report), None, site.file, site.line)
     except errors.LossValidationWarning:  # warnings are errors: the next one is to be raised as well
         _warned.pop(key, None)
         raise
@@ -86,7 +86,8 @@ def _section(s: dict[str, Any], shape: tuple[int, ...], num_classes: int | None)
     if num_classes == 255:  # one name for one value
         labels.pop("255", None)
     low, high = s.get("offender_range", (None, None))
-    seen_low, seen_high = s.get("seen_range", (None, None))
+    valid_low, valid_high = s.get("valid_range", (None, None))
+    known = [v for v in (low, high, valid_low, valid_high) if v is not None]
     return Section(
         tensor=s["subject"],
         kind=check,
@@ -98,8 +99,10 @@ def _section(s: dict[str, Any], shape: tuple[int, ...], num_classes: int | None)
         labels=labels,
         min=low,
         max=high,
-        seen_min=seen_low,
-        seen_max=seen_high,
+        seen_min=min(known, default=None),
+        seen_max=max(known, default=None),
+        valid_min=valid_low,
+        valid_max=valid_high,
     )
 
 

@@ -24,23 +24,39 @@ def likely_causes(report: Report) -> list[str]:
 
 def _labels(report: Report, s: Section) -> list[str]:
     classes, causes = report.num_classes or 0, []
-    lowest, highest = s.seen_min, s.seen_max
+    highest = s.seen_max
     of_label = s.labels
     above = s.counts.get(">= num_classes", 0) - of_label.get("255", 0)  # 255 has a cause of its own
-    assert isinstance(lowest, int) and isinstance(highest, int)
+    assert isinstance(highest, int)
     if classes == 0:
         return ["the model has 0 outputs along the class dimension (dimension 1 of the input)."]
+    ignore = report.ignore_index
+
+    def leave_out(label: int) -> str:
+        if ignore == -100:  # the default: nobody has chosen one
+            return f"pass ignore_index={label}"
+        return f"map {label} to {ignore}, the ignore_index of this call,"
+
     for label, meaning in ((-1, "unlabelled"), (-100, "padding"), (255, "void")):
         n = of_label.get(str(label), 0)
         if n and n == s.count:
             causes.append(
                 f"every invalid target is {label}, often used for {meaning} elements: "
-                f"pass ignore_index={label} if they are to be left out."
+                f"{leave_out(label)} if they are to be left out."
             )
     if of_label.get("num_classes", 0) == above > 0:
-        if lowest >= 1:
+        if classes == 1:
             causes.append(
-                f"labels look 1-based (they run from {lowest} to {classes}, none is 0): "
+                "the model has one output, and labels are 0 and 1: give it two, or use BCEWithLogitsLoss with this one."
+            )
+        elif s.valid_min == 0:
+            causes.append(
+                f"the largest label is num_classes, and 0 occurs too: "
+                f"the model has one output too few (give it {classes + 1}), or these labels are wrong."
+            )
+        elif s.valid_min is not None and s.seen >= classes:
+            causes.append(
+                f"labels look 1-based (they run from {s.valid_min} to {classes}, none is 0): "
                 f"subtract 1, or give the model {classes + 1} outputs."
             )
         else:
@@ -67,8 +83,8 @@ def _labels(report: Report, s: Section) -> list[str]:
     if not causes or sum(known.values()) < s.count:
         for name, n in known.items():
             they_are = "targets are" if n > 1 else "target is"
-            cause = f"{n} {they_are} {name}: pass ignore_index={name} if that marks ignored elements."
-            if not any(f"ignore_index={name} " in c for c in causes):
+            cause = f"{n} {they_are} {name}: {leave_out(int(name))} if that marks ignored elements."
+            if not any(f"every invalid target is {name}" in c for c in causes):
                 causes.append(cause)
     if not causes and s.counts.get("below 0", 0):
         causes.append("negative labels: uninitialised memory, an overflow, or a marker that ignore_index should name.")

@@ -25,12 +25,13 @@ class LossValidationError(Exception):
 
     report: Report
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report | str) -> None:
         super().__init__(str(report))
-        self.report = report
+        # torch rebuilds the exceptions of DataLoader workers and replicas from their text alone.
+        self.report = None if isinstance(report, str) else report  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.report,)
+        return type(self), (self.report or str(self),)
 
 
 class TargetOutOfBoundsError(LossValidationError, IndexError):
@@ -46,7 +47,11 @@ class NonFiniteError(ValueOutOfRangeError):
 
 
 class LossValidationWarning(UserWarning):
-    """A violation under ``on_violation="warn"``, once per call site."""
+    """A violation under ``on_violation="warn"``, once per call site. Has the ``report``."""
+
+    def __init__(self, text: str, report: Report | None = None) -> None:
+        super().__init__(text)
+        self.report = report
 
 
 class NotValidatedWarning(UserWarning):

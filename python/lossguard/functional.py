@@ -372,11 +372,12 @@ def _flags(
 
 
 @torch._dynamo.assume_constant_result
-def _forward_mode_transform() -> bool:
-    """Whether a functorch transform on the stack is jvp (also jacfwd and hessian)."""
+def _beyond_functions() -> bool:
+    """Whether a functorch transform on the stack is jvp (also in jacfwd and hessian) or functionalize."""
     functorch = torch._C._functorch
     stack = functorch.get_interpreter_stack() or []
-    return any(level.key() == functorch.TransformType.Jvp for level in stack)
+    beyond = (functorch.TransformType.Jvp, functorch.TransformType.Functionalize)
+    return any(level.key() in beyond for level in stack)
 
 
 def _has_tangent(tensors: tuple[Any, ...]) -> bool:
@@ -393,8 +394,8 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
         tensors, flags = _autocast(loss, tensors, flags)
         input, target = tensors[:2]
     transformed = compiling or _functorch_active()
-    if transformed and _forward_mode_transform():
-        return _native_call(loss, tensors, constants, flags, "forward-mode differentiation")
+    if transformed and _beyond_functions():
+        return _native_call(loss, tensors, constants, flags, "forward-mode differentiation, or functionalize")
     if not compiling and _forward_ad._current_level >= 0 and not _functorch_active() and _has_tangent(tensors):
         return _native_call(loss, tensors, constants, flags, "forward-mode differentiation")
     if not transformed:
@@ -416,7 +417,10 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
 
 
 def _site() -> int:
-    return _callsite.traced_site() if torch.compiler.is_dynamo_compiling() else 0
+    """The line being traced; 0 in what may run in another process, where ids of this one mean nothing."""
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        return _callsite.traced_site()
+    return 0
 
 
 def _autocast(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> tuple[tuple[Any, ...], int]:
@@ -435,6 +439,8 @@ def _refusal(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
     for name, t in zip(loss.tensors, tensors):
         if t is None:
             continue
+        if t.dim() > 64:
+            return "more than 64 dimensions"
         if t.layout != torch.strided or t.device != input.device or t.device.type not in ("cpu", "meta"):
             return f"{name} is {t.layout} on {t.device}"
         if torch.utils._python_dispatch.is_traceable_wrapper_subclass(t):
@@ -526,6 +532,11 @@ def _refused(
         why = str(refusal)
     elif isinstance(refusal, NotImplementedError) or any(type(t) not in _PLAIN for t in tensors if t is not None):
         why = f"no kernel for {_kind_of(tensors)}"
+    elif not constants or (type(constants[0]) is int and -(2**63) <= constants[0] < 2**63):
+        try:
+            raise refusal  # not about the arguments: somebody's hook
+        finally:
+            del refusal  # it must not hold the frame that holds it
     else:
         why = str(refusal).partition("\n")[0]
     promoted = _promoted(loss, tensors, constants) if isinstance(refusal, Unsupported) else None

@@ -25,8 +25,8 @@ class CallSite:
     source: str = ""
 
     def __str__(self) -> str:
-        where = f"{_shorten(_relative(self.file), _MAX_PATH, keep='end')}:{self.line} in {self.function}"
-        return f"{where}: {_shorten(self.source, _MAX_SOURCE)}" if self.source else where
+        where = f"{shorten(_relative(self.file), _MAX_PATH, keep='end')}:{self.line} in {self.function}"
+        return f"{where}: {shorten(self.source, _MAX_SOURCE)}" if self.source else where
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Section:
     max: int | float | None  #: largest
     seen_min: int | float | None  #: smallest element that counts, valid or not, NaN left out
     seen_max: int | float | None
+    valid_min: int | float | None  #: smallest element that counts and is valid
+    valid_max: int | float | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Report:
     ignore_index: int | None = None
     rank: int | None = None  #: in torch.distributed, if initialised
     call_site: CallSite | None = None
+    vmap: tuple[int, ...] = ()  #: the sample of each `torch.func.vmap` around the call; the rest is of that sample
     hints: list[str] = field(default_factory=list)  #: likely causes, the likeliest first
 
     # The leading section, which most callers want.
@@ -93,17 +96,23 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings. NaN and infinite values become strings."""
-        return {"kind": self.kind, "tensor": self.tensor, "count": self.count, **_plain(dataclasses.asdict(self))}
+        whole = _plain(dataclasses.asdict(self))
+        leading = {
+            name: whole["sections"][0][name] for name in ("kind", "tensor", "count", "indices", "values", "counts")
+        }
+        return {**leading, **whole}
 
     def __str__(self) -> str:
         lines: list[str] = []
         for number, section in enumerate(self.sections):
             lines += self._section_lines(section, leading=number == 0)
         lines.append("  " + self._tensors())
+        if self.vmap:
+            lines.append(f"  inside vmap, in its sample {', '.join(map(str, self.vmap))}")
         if self.call_site is not None:
             lines.append(f"  called at {self.call_site}")
         lines += [f"  {'likely cause' if number == 0 else 'or'}: {hint}" for number, hint in enumerate(self.hints)]
-        return _shorten("\n".join(lines), MAX_TEXT - 1)
+        return shorten("\n".join(lines), MAX_TEXT - 1)
 
     def _section_lines(self, section: Section, leading: bool) -> list[str]:
         dtype = self.dtypes[section.tensor]
@@ -163,7 +172,7 @@ def _counts(section: Section) -> list[tuple[str, int]]:
 
 
 def _index(index: tuple[int, ...]) -> str:
-    return _shorten(str(tuple(index)), 60)
+    return shorten(str(tuple(index)), 60)
 
 
 def _number(value: int | float | None, dtype: str) -> str:
@@ -190,7 +199,7 @@ def _relative(path: str) -> str:
     return path if path.startswith("<") or relative.startswith("..") else relative
 
 
-def _shorten(text: str, limit: int, keep: str = "start") -> str:
+def shorten(text: str, limit: int, keep: str = "start") -> str:
     if len(text) <= limit:
         return text
     return "..." + text[3 - limit :] if keep == "end" else text[: limit - 3] + "..."
