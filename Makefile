@@ -13,11 +13,11 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 help: ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
-demo: $(VENV)/.ready-demo ## train on handwritten digits through four accidents (1 minute with the set-up)
+demo: $(VENV)/.ready-demo ## train on handwritten digits through four accidents
 	@$(VENV)/bin/python -m lossguard demo
 
 test: $(VENV)/.ready-test ## run the tests
-	@echo "== running the tests (about 6 minutes on 2 cores)"
+	@echo "== running the tests (about 4 minutes on 2 cores)"
 	@$(VENV)/bin/python -m pytest
 
 bench: $(VENV)/.ready-demo ## time the losses against native torch

@@ -61,11 +61,13 @@ def ninja_file(output, build_dir):
         if extra:
             lines.append(f"  extra = {extra}")
 
+    for source in SOURCES:
+        compile_(source, source.replace("/", "_").removesuffix(".cpp"))
+    # Last, and the baseline first of them: of an inline function that several objects have, the linker keeps
+    # the first, and no processor must be given another's instructions.
     for isa, table, flags in INSTRUCTION_SETS:
         names = f"-DLOSSGUARD_ISA={isa} -DLOSSGUARD_TABLE={table}"
         compile_("cpu/kernels.cpp", f"kernels_{isa}", " ".join([*flags, names]))
-    for source in SOURCES:
-        compile_(source, source.replace("/", "_").removesuffix(".cpp"))
     lines.append(f"build {output}: link {' '.join(objects)}")
     path = Path(build_dir, "build.ninja")
     path.write_text("\n".join(lines) + "\n")

@@ -5,53 +5,68 @@
 
 namespace lossguard::LOSSGUARD_ISA {
 
-template <class S, class A>
-LG_HD void gather(const S* from, const int64_t* offset, int n, A* to) {
-  for (int r = 0; r < n; ++r) to[r] = widen<A>(from[offset[r]]);
+// For the backward under check_finite: rows whose own log-probability is not finite become kBad.
+template <class A>
+void check_picked(const Setup<A>& s, int64_t begin, Rows<A>& rows) {
+  s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t r = position + i;
+      if (rows.state[r] != Rows<A>::kCounts) continue;
+      A x;
+      load_run(s.loss.input, offsets[kInputRow] + i * s.space.inner_stride(kInputRow) + rows.label[r] * s.input_stride, 1, 1, &x);
+      if (!(x - x == 0)) rows.state[r] = Rows<A>::kBad;
+    }
+  });
 }
 
-// The log-probability at each row's label; rows whose check failed become kBad.
-template <class A>
-void load_picked(const Setup<A>& s, bool check_finite, int64_t begin, Rows<A>& rows) {
-  const View& input = s.loss.input;
-  const int64_t stride = s.space.inner_stride(kInputRow);
-  if (!s.classes) return;
-  int64_t at[kMaxRows];
-  s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
-    for (int64_t i = 0; i < length; ++i)  // class 0 for rows without a label
-      at[position + i] = offsets[kInputRow] + i * stride + std::max<int64_t>(rows.label[position + i], 0) * s.input_stride;
+// One loop does it all: the loads of many rows are in flight at once, and that is where the time goes.
+template <class S, class A>
+void add_picked(const Setup<A>& s, const S* input, int64_t begin, int count, A* results, Totals& totals) {
+  const RowLoss& a = s.loss;
+  const Policy& policy = a.flags.policy;
+  const A of_bad = policy.on_violation == OnViolation::raise ? std::numeric_limits<A>::quiet_NaN() : A(0);
+  const int64_t stride = s.space.inner_stride(kInputRow), target_stride = s.space.inner_stride(kTargetRow);
+  const A* weight = s.weight.empty() ? nullptr : s.weight.data();
+  double loss = 0, denominator = 0;
+  int64_t bad = 0;
+  s.space.walk(begin, count, [&](int64_t position, int64_t length, const int64_t* offsets) {
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t t = load_label(a.target, offsets[kTargetRow] + i * target_stride);
+      A result(0);
+      if (t != a.ignore_index) {
+        const bool valid = math::is_class(t, s.classes);
+        const A x = valid ? widen<A>(input[offsets[kInputRow] + i * stride + t * s.input_stride]) : A(0);
+        if (valid && !(policy.check_finite && !(x - x == 0))) {
+          const A w = weight ? weight[t] : A(1);
+          result = -w * x;
+          denominator += w;
+        } else {
+          result = of_bad;
+          ++bad;
+        }
+      }
+      results[position + i] = result;
+      loss += result;
+    }
   });
-  switch (input.dtype) {
-    case DType::f64: gather(static_cast<const double*>(input.data), at, rows.count, rows.x_label); break;
-    case DType::f16: gather(static_cast<const Half*>(input.data), at, rows.count, rows.x_label); break;
-    case DType::bf16: gather(static_cast<const BFloat16*>(input.data), at, rows.count, rows.x_label); break;
-    default: gather(static_cast<const float*>(input.data), at, rows.count, rows.x_label);
-  }
-  if (check_finite)
-    for (int r = 0; r < rows.count; ++r)
-      if (rows.state[r] == Rows<A>::kCounts && !(rows.x_label[r] - rows.x_label[r] == 0)) rows.state[r] = Rows<A>::kBad;
+  totals += Totals{loss, denominator, bad};
 }
 
 template <class A>
 Totals nll_forward(const RowLoss& a, const View& loss) {
   const Setup<A> s(a, loss, View{}, false);
-  const Policy& policy = a.flags.policy;
-  const A of_bad = policy.on_violation == OnViolation::raise ? std::numeric_limits<A>::quiet_NaN() : A(0);
   return cpu::sum_over_blocks(s.space.numel(), 16 * kMaxRows, [&](int64_t block_begin, int64_t block_end) {
     Totals totals;
-    Rows<A> rows;
+    A results[kMaxRows];
     for (int64_t begin = block_begin; begin < block_end; begin += kMaxRows) {
-      rows.start(int(std::min<int64_t>(kMaxRows, block_end - begin)));
-      load_labels(s, begin, rows);
-      load_picked(s, policy.check_finite, begin, rows);
-      for (int r = 0; r < rows.count; ++r) {
-        const bool counts = rows.state[r] == Rows<A>::kCounts, bad = rows.state[r] == Rows<A>::kBad;
-        rows.result[r] = counts ? -rows.w_label[r] * rows.x_label[r] : bad ? of_bad : A(0);
-        totals.bad += bad;
-        totals.denominator += counts ? rows.w_label[r] : A(0);
-        totals.loss += rows.result[r];
+      const int n = int(std::min<int64_t>(kMaxRows, block_end - begin));
+      switch (a.input.dtype) {
+        case DType::f64: add_picked(s, static_cast<const double*>(a.input.data), begin, n, results, totals); break;
+        case DType::f16: add_picked(s, static_cast<const Half*>(a.input.data), begin, n, results, totals); break;
+        case DType::bf16: add_picked(s, static_cast<const BFloat16*>(a.input.data), begin, n, results, totals); break;
+        default: add_picked(s, static_cast<const float*>(a.input.data), begin, n, results, totals);
       }
-      if (loss) store_rows(s, loss, kLossRow, begin, rows.count, rows.result);
+      if (loss) store_rows(s, loss, kLossRow, begin, n, results);
     }
     return totals;
   });
@@ -73,7 +88,7 @@ void nll_backward(const RowLoss& a, const View& grad, const View& out) {
     for (int64_t begin = index * block; begin < block_end; begin += at_a_time) {
       rows.start(int(std::min<int64_t>(at_a_time, block_end - begin)));
       load_labels(s, begin, rows);
-      if (tail[kCheckFinite] != 0) load_picked(s, true, begin, rows);
+      if (tail[kCheckFinite] != 0) check_picked(s, begin, rows);
       load_rows(s, grad, kLossRow, begin, rows.count, rows.result);
       for (int r = 0; r < rows.count; ++r) rows.result[r] = -rows.w_label[r] * (rows.result[r] / denominator);
       s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {

@@ -30,7 +30,8 @@ from torch.compiler import is_compiling as _is_compiling
 from torch.nn._reduction import legacy_get_string
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _C, _autograd, _callsite, _native
+from . import _autograd, _callsite, _native
+from ._C import effective_policy as _effective_policy
 from ._ops import Unsupported
 from ._policy import _REDUCTIONS, FLOAT_LOSS, OnViolation, explicit_flags, reduction_flags
 from .errors import LossValidationError
@@ -42,6 +43,8 @@ __all__ = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_en
 _REFUSED = (Unsupported, NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError, OverflowError)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
+_WIDE = (torch.float32, torch.float64)
+_FEW = 4096  # elements: up to here native NLL, one C++ node, beats any Function written in Python
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NO_WEIGHT_GRADIENT = "weights have no gradient"
 
@@ -223,7 +226,15 @@ def nll_loss(
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_NLL, (input, target, weight), (ignore_index,), flags)
     try:
-        if input.numel() <= _FEW and _native_nll_will_do(input, flags):
+        # Native NLL checks labels in its own pass; its error becomes our report. Left to it are dtypes wide
+        # enough to sum in, where the policy is to raise and takes no interest in infinities.
+        if (
+            input.numel() <= _FEW
+            and input.dim() == 2
+            and input.dtype in _WIDE
+            and input.is_cpu
+            and _effective_policy(flags) & ~1 == 0
+        ):
             try:
                 return _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]
             except (IndexError, RuntimeError, ValueError):
@@ -315,20 +326,6 @@ def cross_entropy(
         raise
     except _REFUSED as refusal:
         return _refused(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, refusal)
-
-
-# Up to here native NLL, one C++ node, beats any Function written in Python.
-_FEW = 4096
-
-
-def _native_nll_will_do(input: Tensor, flags: int) -> bool:
-    """Native NLL checks labels in its own pass, in dtypes wide enough to sum in; its error becomes our report."""
-    return (
-        input.is_cpu
-        and input.dim() == 2
-        and (input.dtype is torch.float32 or input.dtype is torch.float64)
-        and _C.effective_policy(flags) & ~1 == 0  # raises, and takes no interest in infinities
-    )
 
 
 # ---- what the four have in common
