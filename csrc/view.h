@@ -36,6 +36,19 @@ struct View {
     for (int d = 0; d < ndim; ++d) n *= sizes[d];
     return n;
   }
+  // This shape, laid row-major over the storage of another view.
+  View dense_over(const View& storage) const {
+    View v = *this;
+    v.data = storage.data;
+    v.dtype = storage.dtype;
+    v.present = storage.present;
+    int64_t stride = 1;
+    for (int d = ndim - 1; d >= 0; --d) {
+      v.strides[d] = stride;
+      stride *= sizes[d];
+    }
+    return v;
+  }
   View without_dim(int dim) const {
     View v = *this;
     for (int d = dim + 1; d < ndim; ++d) {

@@ -31,19 +31,6 @@ enum class Spread { none, labels, probabilities };  // what besides the label's 
 enum RowOperand { kInputRow, kTargetRow, kLossRow, kLseRow, kGradRow, kRowOperands };
 using RowSpace = Space<kRowOperands>;
 
-inline View dense_rows(const View& like, const View& storage) {
-  View v = like;
-  v.data = storage.data;
-  v.dtype = storage.dtype;
-  v.present = storage.present;
-  int64_t stride = 1;
-  for (int d = v.ndim - 1; d >= 0; --d) {
-    v.strides[d] = stride;
-    stride *= v.sizes[d];
-  }
-  return v;
-}
-
 // What is constant over a call.
 template <class A>
 struct Setup {
@@ -64,7 +51,7 @@ struct Setup {
       : loss(a),
         input_rows(a.input.without_dim(a.class_dim)),
         target_rows(a.probabilities ? a.target.without_dim(a.class_dim) : a.target),
-        lse_rows(dense_rows(input_rows, a.saved)),
+        lse_rows(input_rows.dense_over(a.saved)),
         grad_rows(grad ? grad.without_dim(a.class_dim) : grad),
         space(make_space(per_row)),
         classes(a.classes()),

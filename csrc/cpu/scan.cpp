@@ -189,17 +189,6 @@ View repeat_rows(View rows, int class_dim, int64_t classes) {
   return rows;
 }
 
-View contiguous(View v, const View& storage) {
-  v.data = storage.data;
-  v.dtype = storage.dtype;
-  int64_t stride = 1;
-  for (int d = v.ndim - 1; d >= 0; --d) {
-    v.strides[d] = stride;
-    stride *= v.sizes[d];
-  }
-  return v;
-}
-
 bool counts(const RowLoss& a, int64_t label) { return label != a.ignore_index && math::is_class(label, a.classes()); }
 
 template <class A>
@@ -221,7 +210,7 @@ Violations scan_cross_entropy_as(const RowLoss& a) {
   }
   if (a.flags.policy.check_finite) {
     const View rows = a.input.without_dim(a.class_dim);
-    const View lse = repeat_rows(contiguous(rows, a.saved), a.class_dim, a.classes());
+    const View lse = repeat_rows(rows.dense_over(a.saved), a.class_dim, a.classes());
     const View label = a.probabilities ? View{} : repeat_rows(a.target, a.class_dim, a.classes());
     const View* const views[] = {&a.input, &lse, &label};
     keep(v, scan_elements<double>(Subject::input, Check::finite, views, [&](int64_t, const int64_t* at) -> Finding<double> {
