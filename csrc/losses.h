@@ -6,8 +6,8 @@
 
 namespace lossguard {
 
-// The forward leaves for the backward: lse per row (cross-entropy only), then this tail.
-// float32, or float64 for float64 inputs.
+// The forward leaves for the backward: lse per row (cross-entropy only), the mass per row where
+// RowLoss::saves_mass, then this tail. float32, or float64 for float64 inputs.
 enum SavedTail : int { kDenominator, kStrict, kCheckFinite, kSavedTail };
 
 struct ElementwiseLoss {
@@ -28,10 +28,13 @@ struct RowLoss {
   View weight;      // (C); absent: ones
   int64_t ignore_index;
   double smoothing;
-  View saved;       // (rows + kSavedTail) with lse, else (kSavedTail)
+  View saved;       // see SavedTail
   Flags flags;
 
   int64_t classes() const { return input.sizes[class_dim]; }
+  // Whether the sum of v over a row (math/cross_entropy.h) is kept for the backward, which would have to read
+  // the whole row for it. -inf marks a row with a bad probability.
+  bool saves_mass() const { return probabilities || (smoothing != 0 && weight); }
 };
 
 }  // namespace lossguard

@@ -4,6 +4,9 @@
 #include "cpu/kernels.h"
 #include "policy.h"
 #include "raise.h"
+#if defined(LOSSGUARD_WITH_CUDA)
+#include "cuda/runtime.h"
+#endif
 
 namespace py = pybind11;
 
@@ -105,7 +108,26 @@ PYBIND11_MODULE(_C, m) {
     d["pybind11"] = std::to_string(PYBIND11_VERSION_MAJOR) + "." + std::to_string(PYBIND11_VERSION_MINOR) + "." +
                     std::to_string(PYBIND11_VERSION_MICRO);
     d["torch_abi_floor"] = "2.10";
+#if defined(LOSSGUARD_EMULATED)
     d["cuda"] = false;
+    d["emulated"] = true;  // CPU tensors go through the CUDA kernels: tests/cuda_emulator
+#elif defined(LOSSGUARD_WITH_CUDA)
+    d["cuda"] = true;
+    d["nvcc"] = LOSSGUARD_NVCC_VERSION;
+    d["cuda_archs"] = LOSSGUARD_CUDA_ARCHS;
+#else
+    d["cuda"] = false;
+#endif
     return d;
   });
+#if defined(LOSSGUARD_WITH_CUDA)
+  m.def("cuda_status", [] {
+    const cuda::DriverStatus status = cuda::driver_status();
+    py::dict d;
+    d["driver"] = status.driver;
+    d["runtime"] = status.runtime;
+    d["error"] = status.error ? py::object(py::str(status.error)) : py::object(py::none());
+    return d;
+  });
+#endif
 }

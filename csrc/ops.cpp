@@ -2,6 +2,7 @@
 //
 // Every forward returns (loss, saved); `saved` is what its backward needs and cheaper than to compute
 // anew (losses.h). Integers stand for what is spelled in Python: `flags` is laid out in policy.h.
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -16,6 +17,12 @@
 #include "cpu/parallel.h"
 #include "losses.h"
 #include "raise.h"
+
+#if defined(LOSSGUARD_WITH_CUDA)
+#include "cuda/launchers.h"
+// Lives in libtorch_cuda: null under a CPU-only torch, where no CUDA tensor can reach us.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#endif
 
 namespace lossguard {
 
@@ -147,6 +154,65 @@ Call call(const char* loss, int64_t site, const Flags& flags, const View& input,
   return {loss, site, flags, input, target, device, like.get_device_index()};
 }
 
+// ---- the launchers of the device a tensor lies on
+
+#if defined(LOSSGUARD_WITH_CUDA)
+
+// Where kernels are launched: the tensor's device, made current for as long as this lives, and torch's stream.
+class OnCuda {
+ public:
+#if defined(LOSSGUARD_EMULATED)
+  explicit OnCuda(const Tensor&) : place_{0, nullptr} {}
+  static bool has(const Tensor&) { return true; }
+#else
+  explicit OnCuda(const Tensor& t) : guard_(t.get_device_index()), place_{t.get_device_index(), nullptr} {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(place_.device, &place_.stream));
+  }
+  static bool has(const Tensor& t) { return t.is_cuda(); }
+#endif
+  const cuda::Place& place() const { return place_; }
+  static void check(cuda::Error error) { STD_TORCH_CHECK(!error, "lossguard on CUDA: ", error); }
+
+ private:
+#if !defined(LOSSGUARD_EMULATED)
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  cuda::Place place_;
+};
+
+#define LOSSGUARD_FORWARD(name, Loss)                                             \
+  Violations name(const Loss& a, const View& loss, const Tensor& like) {          \
+    if (!OnCuda::has(like)) return cpu::name(a, loss);                            \
+    Violations found;                                                             \
+    const OnCuda on(like);                                                        \
+    OnCuda::check(cuda::name(a, loss, on.place(), found));                        \
+    return found;                                                                 \
+  }
+#define LOSSGUARD_BACKWARD(name, Loss)                                                    \
+  void name(const Loss& a, const View& grad, const View& out, const Tensor& like) {       \
+    if (!OnCuda::has(like)) return cpu::name(a, grad, out);                               \
+    const OnCuda on(like);                                                                \
+    OnCuda::check(cuda::name(a, grad, out, on.place()));                                  \
+  }
+
+#else
+
+#define LOSSGUARD_FORWARD(name, Loss) \
+  Violations name(const Loss& a, const View& loss, const Tensor&) { return cpu::name(a, loss); }
+#define LOSSGUARD_BACKWARD(name, Loss) \
+  void name(const Loss& a, const View& grad, const View& out, const Tensor&) { cpu::name(a, grad, out); }
+
+#endif
+
+namespace launch {
+LOSSGUARD_FORWARD(elementwise_forward, ElementwiseLoss)
+LOSSGUARD_BACKWARD(elementwise_backward, ElementwiseLoss)
+LOSSGUARD_FORWARD(cross_entropy_forward, RowLoss)
+LOSSGUARD_BACKWARD(cross_entropy_backward, RowLoss)
+LOSSGUARD_FORWARD(nll_forward, RowLoss)
+LOSSGUARD_BACKWARD(nll_backward, RowLoss)
+}  // namespace launch
+
 // ---- BCE and BCE-with-logits
 
 ElementwiseLoss elementwise(bool with_logits, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
@@ -174,7 +240,7 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss
   Tensor loss = a.flags.reduction != Reduction::none ? empty(input, nullptr, 0, dtype)
                 : dtype == a.input.dtype             ? empty_like(input, a.input)
                                                      : empty(input, a.input.sizes, a.input.ndim, dtype);
-  const Violations violations = cpu::elementwise_forward(a, view(loss, "loss"));
+  const Violations violations = launch::elementwise_forward(a, view(loss, "loss"), input);
   if (violations.count) deliver(violations, call(name, site, a.flags, a.input, a.target, input));
   return {std::move(loss), std::move(saved)};
 }
@@ -186,7 +252,7 @@ Tensor elementwise_backward(ElementwiseLoss&& a, const Tensor& grad, const Tenso
   const View g = grad_over(grad, a.input);
   require(same_shape(g, a.input), "grad must have the shape of the loss");
   Tensor out = empty_like(input, a.input);
-  cpu::elementwise_backward(a, g, view(out, "out"));
+  launch::elementwise_backward(a, g, view(out, "out"), input);
   return out;
 }
 
@@ -250,6 +316,12 @@ void deliver(const Violations& violations, const char* name, int64_t site, const
   deliver(violations, c);
 }
 
+// As SavedTail says.
+int64_t saved_size(const RowLoss& a, bool with_lse) {
+  const int64_t rows = a.input.without_dim(a.class_dim).numel();
+  return kSavedTail + (with_lse ? rows : 0) + (with_lse && a.saves_mass() ? rows : 0);
+}
+
 // A row's loss each, or one number.
 Tensor row_loss(const RowLoss& a, const Tensor& input) {
   const View rows = a.input.without_dim(a.class_dim);
@@ -260,11 +332,11 @@ Tensor row_loss(const RowLoss& a, const Tensor& input) {
 std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tensor& target, const MaybeTensor& weight,
                                                  int64_t ignore_index, double smoothing, int64_t flags, int64_t site) {
   RowLoss a = rows(input, target, weight, ignore_index, smoothing, flags);
-  const int64_t size = a.input.without_dim(a.class_dim).numel() + kSavedTail;
+  const int64_t size = saved_size(a, true);
   Tensor saved = empty(input, &size, 1, saved_dtype(a.input));
   a.saved = view(saved, "saved");
   Tensor loss = row_loss(a, input);
-  const Violations violations = cpu::cross_entropy_forward(a, view(loss, "loss"));
+  const Violations violations = launch::cross_entropy_forward(a, view(loss, "loss"), input);
   if (violations.count) deliver(violations, "CrossEntropyLoss", site, a, input, target);
   return {std::move(loss), std::move(saved)};
 }
@@ -277,36 +349,35 @@ std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target
   Tensor saved = empty(input, &tail, 1, saved_dtype(a.input));
   a.saved = view(saved, "saved");
   Tensor loss = row_loss(a, input);
-  const Violations violations = cpu::nll_forward(a, view(loss, "loss"));
+  const Violations violations = launch::nll_forward(a, view(loss, "loss"), input);
   if (violations.count) deliver(violations, "NLLLoss", site, a, input, target);
   return {std::move(loss), std::move(saved)};
 }
 
-Tensor row_backward(void (*launch)(const RowLoss&, const View&, const View&), RowLoss&& a, const Tensor& grad,
-                    const Tensor& input, const Tensor& given, bool with_lse) {
+Tensor row_backward(void (*backward)(const RowLoss&, const View&, const View&, const Tensor&), RowLoss&& a,
+                    const Tensor& grad, const Tensor& input, const Tensor& given, bool with_lse) {
   const View per_row = a.input.without_dim(a.class_dim);
   const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");
-  require(a.saved.numel() == kSavedTail + (with_lse ? per_row.numel() : 0) &&
-              a.saved.dtype == saved_dtype(a.input),
+  require(a.saved.numel() == saved_size(a, with_lse) && a.saved.dtype == saved_dtype(a.input),
           "saved is not of this loss");
   const View g = grad_over(grad, per_row);
   require(same_shape(g, per_row), "grad must have the shape of the loss");
   Tensor out = empty_like(input, a.input);
-  launch(a, g, view(out, "out"));
+  backward(a, g, view(out, "out"), input);
   return out;
 }
 
 Tensor cross_entropy_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
                               const Tensor& saved, int64_t ignore_index, double smoothing, int64_t flags) {
-  return row_backward(cpu::cross_entropy_backward, rows(input, target, weight, ignore_index, smoothing, flags), grad,
+  return row_backward(launch::cross_entropy_backward, rows(input, target, weight, ignore_index, smoothing, flags), grad,
                       input, saved, true);
 }
 Tensor nll_backward(const Tensor& grad, const Tensor& input, const Tensor& target, const MaybeTensor& weight,
                     const Tensor& saved, int64_t ignore_index, int64_t flags) {
   RowLoss a = rows(input, target, weight, ignore_index, 0, flags);
   require(!a.probabilities, "target must hold class indices");
-  return row_backward(cpu::nll_backward, std::move(a), grad, input, saved, false);
+  return row_backward(launch::nll_backward, std::move(a), grad, input, saved, false);
 }
 
 }  // namespace
@@ -335,14 +406,20 @@ STABLE_TORCH_LIBRARY(lossguard, m) {
       "int flags) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lossguard, CPU, m) {
-  using namespace lossguard;
-  m.impl("bce_forward", TORCH_BOX(&bce_forward));
-  m.impl("bce_backward", TORCH_BOX(&bce_backward));
-  m.impl("bce_with_logits_forward", TORCH_BOX(&bce_with_logits_forward));
-  m.impl("bce_with_logits_backward", TORCH_BOX(&bce_with_logits_backward));
-  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
-  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
-  m.impl("nll_forward", TORCH_BOX(&nll_forward));
-  m.impl("nll_backward", TORCH_BOX(&nll_backward));
-}
+#define LOSSGUARD_IMPL(key)                          \
+  STABLE_TORCH_LIBRARY_IMPL(lossguard, key, m) {     \
+    using namespace lossguard;                       \
+    m.impl("bce_forward", TORCH_BOX(&bce_forward));                              \
+    m.impl("bce_backward", TORCH_BOX(&bce_backward));                            \
+    m.impl("bce_with_logits_forward", TORCH_BOX(&bce_with_logits_forward));      \
+    m.impl("bce_with_logits_backward", TORCH_BOX(&bce_with_logits_backward));    \
+    m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));          \
+    m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));        \
+    m.impl("nll_forward", TORCH_BOX(&nll_forward));                              \
+    m.impl("nll_backward", TORCH_BOX(&nll_backward));                            \
+  }
+
+LOSSGUARD_IMPL(CPU)
+#if defined(LOSSGUARD_WITH_CUDA) && !defined(LOSSGUARD_EMULATED)
+LOSSGUARD_IMPL(CUDA)
+#endif

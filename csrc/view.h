@@ -6,6 +6,15 @@ namespace lossguard {
 
 enum class DType : int32_t { f32, f64, f16, bf16, i64, u8 };
 
+constexpr double epsilon_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return 0x1p-52;
+    case DType::f16: return 0x1p-10;
+    case DType::bf16: return 0x1p-7;
+    default: return 0x1p-23;
+  }
+}
+
 constexpr int kMaxDims = 64;  // beyond, calls go to native torch
 
 struct View {

@@ -6,6 +6,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import lossguard.functional  # noqa: E402
 import pytest  # noqa: E402
 
+EMULATED = lossguard._C.build_info().get("emulated", False)
+
+# `make test-emulated` runs the suite on the CUDA kernels, by way of tests/cuda_emulator. These files would say
+# nothing new there: what they test is not a kernel, or code that inductor generated around the same op.
+SAID_BEFORE = [
+    "test_build.py",
+    "test_command_line.py",
+    "test_compile.py",
+    "test_cuda_build.py",
+    "test_cuda_emulator.py",
+    "test_cuda_mutants.py",
+    "test_cuda_sanitizers.py",
+    "test_demo.py",
+    "test_gpu_session.py",
+    "test_vector_math.py",
+]
+collect_ignore = SAID_BEFORE if EMULATED else []
+
+
+def pytest_report_header(config):
+    if EMULATED:
+        return ["lossguard: CUDA kernels on the emulator. Not run again: " + ", ".join(SAID_BEFORE)]
+
 
 @pytest.fixture(autouse=True)
 def kernels_for_few_rows_too(monkeypatch):

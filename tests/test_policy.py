@@ -86,6 +86,15 @@ def identical(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def same_rows(a: Any, b: Any) -> None:
+    """Bit by bit on the CPU. A CUDA kernel sums a row in an order that depends on how it lies across 16-byte
+    boundaries, so a row that moved may differ in its last digit."""
+    if lossguard._C.build_info().get("emulated"):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-8)
+    else:
+        identical(a, b)
+
+
 # ---- the three ways to set it
 
 
@@ -418,10 +427,10 @@ def test_skipped_elements_are_as_if_removed(kind: str, size: dict[str, int], wei
         ours = loss_and_gradient(loss, input, target, on_violation=action, **whole)
         removed = loss_and_gradient(loss, *kept, **part)
         assert (ours[1][~good] == 0).all()
-        identical(ours[1][good], removed[1])
+        same_rows(ours[1][good], removed[1])
         if reduction == "none":
             assert (ours[0][~good] == 0).all()
-            identical(ours[0][good], removed[0])
+            same_rows(ours[0][good], removed[0])
         else:  # the order of a sum shifts with what is left out
             torch.testing.assert_close(ours[0], removed[0], rtol=1e-6, atol=0)
 
@@ -472,7 +481,7 @@ def test_skipped_nonfinite_inputs(kind: str, value: float) -> None:
     loss = partial(getattr(L, function), check_finite=True, on_violation="skip")
     ours, removed = loss_and_gradient(loss, input, target), loss_and_gradient(loss, input[kept], target[kept])
     torch.testing.assert_close(ours[0], removed[0], rtol=1e-6, atol=0)
-    identical(ours[1][kept], removed[1])
+    same_rows(ours[1][kept], removed[1])
     assert (ours[1][2] == 0).all()
 
 
@@ -738,7 +747,7 @@ def test_ignored_rows_may_hold_anything(kind: str, value: float, ignore_index: i
         value_, gradient = loss_and_gradient(loss, input, target)
         expected = loss_and_gradient(loss, input[~ignored], target[~ignored])
         assert (gradient[ignored] == 0).all()
-        identical(gradient[~ignored], expected[1])
+        same_rows(gradient[~ignored], expected[1])
         torch.testing.assert_close(value_[~ignored] if reduction == "none" else value_, expected[0])
 
 

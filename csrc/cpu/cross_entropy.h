@@ -16,7 +16,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
-#include "space.h"
+#include "../space.h"
 
 namespace lossguard::LOSSGUARD_ISA {
 
@@ -24,6 +24,9 @@ constexpr int kMaxRows = 256;       // rows worked on at a time
 constexpr int kChunk = 8192;        // logits of those rows held in L1
 constexpr int kRowWiseClasses = 48; // from here on a vector runs along a row
 constexpr int64_t kBlockLogits = 1 << 16;
+
+template <class A>
+constexpr A kBadMass = -std::numeric_limits<A>::infinity();  // RowLoss::saves_mass
 
 enum class Spread { none, labels, probabilities };  // what besides the label's own logit a row's loss reads
 
@@ -35,7 +38,7 @@ using RowSpace = Space<kRowOperands>;
 template <class A>
 struct Setup {
   const RowLoss& loss;
-  const View input_rows, target_rows, lse_rows, grad_rows;
+  const View input_rows, target_rows, lse_rows, grad_rows, saved_mass;
   const RowSpace space;
   const int64_t classes, input_stride, target_stride, grad_stride;  // strides between classes
   const A smoothing, spread;  // e and e/C
@@ -53,6 +56,7 @@ struct Setup {
         target_rows(a.probabilities ? a.target.without_dim(a.class_dim) : a.target),
         lse_rows(input_rows.dense_over(a.saved)),
         grad_rows(grad ? grad.without_dim(a.class_dim) : grad),
+        saved_mass(behind(a.saved, input_rows.numel())),
         space(make_space(per_row)),
         classes(a.classes()),
         input_stride(a.input.strides[a.class_dim]),
@@ -91,6 +95,10 @@ struct Setup {
   A weight_of(int64_t label) const { return weight.empty() ? A(1) : weight[label]; }
 
  private:
+  static View behind(View v, int64_t n) {
+    v.data = static_cast<A*>(v.data) + n;
+    return v;
+  }
   RowSpace make_space(const View& per_row) const {
     const View* const views[] = {&input_rows, &target_rows, &per_row, &lse_rows, &grad_rows};
     return RowSpace(views, Order::memory);
@@ -360,6 +368,7 @@ Totals finish_rows(const Setup<A>& s, Rows<A>& rows) {
   }
   Totals totals;
   for (int r = 0; r < rows.count; ++r) {
+    if (kSpread == Spread::probabilities && rows.state[r] == Rows<A>::kBad) rows.mass[r] = kBadMass<A>;
     if (rows.state[r] == Rows<A>::kCounts && policy.check_finite && s.classes && !(rows.lse[r] - rows.lse[r] == 0))
       rows.state[r] = Rows<A>::kBad;
     if (rows.state[r] == Rows<A>::kBad) {
@@ -414,6 +423,7 @@ Totals cross_entropy_forward(const RowLoss& a, const View& loss) {
       totals += finish_rows<A, kSpread>(s, rows);
       if (loss) store_rows(s, loss, kLossRow, begin, rows.count, rows.result);
       store_rows(s, a.saved, kLseRow, begin, rows.count, rows.lse);
+      if (a.saves_mass()) store_rows(s, s.saved_mass, kLseRow, begin, rows.count, rows.mass);
     }
     return totals;
   });
@@ -434,7 +444,9 @@ void prepare_grads(const Setup<A>& s, const View& grad, int64_t begin, const A* 
   const A denominator = a.flags.reduction == Reduction::mean ? tail[kDenominator] : A(1);
   load_rows(s, grad, kLossRow, begin, rows.count, g.scale);
   load_rows(s, a.saved, kLseRow, begin, rows.count, rows.lse);
+  if (kSpread == Spread::probabilities) load_rows(s, s.saved_mass, kLseRow, begin, rows.count, rows.mass);
   for (int r = 0; r < rows.count; ++r) {
+    if (kSpread == Spread::probabilities && rows.mass[r] == kBadMass<A>) rows.state[r] = Rows<A>::kBad;
     if (rows.state[r] == Rows<A>::kCounts && tail[kCheckFinite] != 0 && !(rows.lse[r] - rows.lse[r] == 0))
       rows.state[r] = Rows<A>::kBad;
     g.counts[r] = A(rows.state[r] == Rows<A>::kCounts);
@@ -457,22 +469,6 @@ LG_HD Simd<A> scaled_spread(const Setup<A>& s, Simd<A> scale, Simd<A> q, Simd<A>
   if constexpr (kSpread == Spread::probabilities)
     return scale * math::smoothed(q, w, V(A(1) - s.smoothing), V(s.spread));
   return V(0);
-}
-
-// The sum of v over a row, and whether its probabilities pass the check.
-template <class A>
-void add_row_mass(const Setup<A>& s, int r, int64_t target_offset, Rows<A>& rows) {
-  for (int64_t c = 0; c < s.classes; c += kChunk) {
-    const int64_t n = std::min<int64_t>(kChunk, s.classes - c);
-    const A* q = load_row(s.loss.target, target_offset + c * s.target_stride, s.target_stride, n, rows.target_chunk);
-    RowSums<A, Spread::probabilities> sums;
-    int64_t i = 0;
-    using V = Simd<A>;
-    for (; i + V::size <= n; i += V::size) sums.add(V(0), V(0), V::load(q + i), V::load(&s.weight[c + i]), s);
-    if (i < n) sums.add(V(0), V(0), load_tail(q + i, n - i, A(0)), load_tail(&s.weight[c + i], n - i, A(0)), s);
-    rows.mass[r] += sum(sums.mass);
-    if (s.check_target && any(sums.bad)) rows.state[r] = Rows<A>::kBad;
-  }
 }
 
 template <class A, Spread kSpread>
@@ -628,17 +624,10 @@ void cross_entropy_backward(const RowLoss& a, const View& grad, const View& out)
     const int64_t block_end = std::min(n, (index + 1) * block);
     for (int64_t begin = index * block; begin < block_end; begin += at_a_time) {
       rows.start(int(std::min<int64_t>(at_a_time, block_end - begin)));
-      if (kSpread == Spread::probabilities) {
-        rows.clear_sums();
-        s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {
-          for (int64_t i = 0; i < length; ++i) {
-            rows.label[position + i] = -1;
-            add_row_mass(s, int(position + i), offsets[kTargetRow] + i * s.space.inner_stride(kTargetRow), rows);
-          }
-        });
-      } else {
+      if (kSpread == Spread::probabilities)
+        std::fill_n(rows.label, rows.count, int64_t(-1));
+      else
         load_labels(s, begin, rows);
-      }
       prepare_grads<A, kSpread>(s, grad, begin, tail, rows, g);
       if (s.row_wise)
         s.space.walk(begin, rows.count, [&](int64_t position, int64_t length, const int64_t* offsets) {

@@ -9,7 +9,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
-#include "space.h"
+#include "../space.h"
 
 namespace lossguard::LOSSGUARD_ISA {
 
@@ -17,15 +17,6 @@ using cpu::Totals;
 
 constexpr int kTile = 1024;               // elements worked on at a time: their operands stay in L1
 constexpr int64_t kBlock = 32 * kTile;    // elements summed by one task
-
-inline double epsilon_of(DType dtype) {
-  switch (dtype) {
-    case DType::f64: return 0x1p-52;
-    case DType::f16: return 0x1p-10;
-    case DType::bf16: return 0x1p-7;
-    default: return 0x1p-23;
-  }
-}
 
 // Room for the operands of one tile, converted where they do not lie ready.
 template <class A>

@@ -9,7 +9,7 @@
 #include "convert.h"
 #include "elementwise.h"
 #include "parallel.h"
-#include "space.h"
+#include "../space.h"
 
 namespace lossguard::cpu {
 namespace {

@@ -5,6 +5,7 @@
 
 #if defined(__CUDACC__)
 #define LG_HD static __host__ __device__ __forceinline__
+#define LG_HD_MEMBER __host__ __device__ __forceinline__
 #else
 // Internal linkage: one formula is compiled for several instruction sets, which must not be merged.
 #define LG_HD static inline __attribute__((always_inline))

@@ -58,13 +58,13 @@ def _elementwise_forward(input: Tensor, flags: int) -> tuple[Tensor, Tensor]:
     return loss, _saved(input, _SAVED_TAIL)
 
 
-def _row_forward(input: Tensor, flags: int, lse: bool) -> tuple[Tensor, Tensor]:
+def _row_forward(input: Tensor, flags: int, saved_per_row: int) -> tuple[Tensor, Tensor]:
     rows: Any = (*input.shape[:1], *input.shape[2:]) if input.dim() > 1 else ()
     count: Any = 1
     for size in rows:
         count = count * size
     loss = input.new_empty(() if flags & 3 else rows, dtype=_loss_dtype(input, flags))
-    return loss, _saved(input, count * int(lse) + _SAVED_TAIL)
+    return loss, _saved(input, count * saved_per_row + _SAVED_TAIL)
 
 
 @_fake("bce_forward")
@@ -89,12 +89,13 @@ def _(
     flags: int,
     site: int,
 ) -> Any:
-    return _row_forward(input, flags, lse=True)
+    mass = target.is_floating_point() or (label_smoothing != 0 and weight is not None)
+    return _row_forward(input, flags, saved_per_row=1 + int(mass))
 
 
 @_fake("nll_forward")
 def _(input: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int, flags: int, site: int) -> Any:
-    return _row_forward(input, flags, lse=False)
+    return _row_forward(input, flags, saved_per_row=0)
 
 
 def _backward(grad: Tensor, input: Tensor, *rest: Any) -> Tensor:

@@ -31,6 +31,7 @@ from torch.nn._reduction import legacy_get_string
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _autograd, _callsite, _native
+from ._C import build_info as _build_info
 from ._C import effective_policy as _effective_policy
 from ._ops import Unsupported
 from ._policy import _REDUCTIONS, FLOAT_LOSS, OnViolation, explicit_flags, reduction_flags
@@ -46,6 +47,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WIDE = (torch.float32, torch.float64)
 _FEW = 4096  # elements: up to here native NLL, one C++ node, beats any Function written in Python
 _PLAIN = (Tensor, torch.nn.Parameter)
+_DEVICES = ("cpu", "cuda", "meta") if _build_info()["cuda"] else ("cpu", "meta")
 _NO_WEIGHT_GRADIENT = "weights have no gradient"
 
 
@@ -388,6 +390,8 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
     input, target = tensors[:2]
     compiling = _is_compiling()
     if torch.is_autocast_enabled(input.device.type):
+        if loss is _BCE and input.is_cuda:  # refused, natively: a half cannot tell 1 - p from 1
+            return _native_call(loss, tensors, constants, flags, "BCELoss under CUDA autocast")
         tensors, flags = _autocast(loss, tensors, flags)
         input, target = tensors[:2]
     transformed = compiling or _functorch_active()
@@ -438,7 +442,7 @@ def _refusal(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
             continue
         if t.dim() > 64:
             return "more than 64 dimensions"
-        if t.layout != torch.strided or t.device != input.device or t.device.type not in ("cpu", "meta"):
+        if t.layout != torch.strided or t.device != input.device or t.device.type not in _DEVICES:
             return f"{name} is {t.layout} on {t.device}"
         if torch.utils._python_dispatch.is_traceable_wrapper_subclass(t):
             return f"{name} is a {type(t).__name__}"

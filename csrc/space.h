@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../view.h"
+#include "view.h"
 
 namespace lossguard::LOSSGUARD_ISA {
 
@@ -51,6 +51,9 @@ class Space {
   }
 
   int64_t numel() const { return numel_; }
+  int ndim() const { return ndim_; }
+  int64_t size(int d) const { return sizes_[d]; }
+  int64_t stride_of(int k, int d) const { return strides_[k][d]; }
   int64_t inner_stride(int k) const { return strides_[k][ndim_ - 1]; }
   bool flat(int k) const { return flat_[k]; }  // element i lies at offset i
 

@@ -1,0 +1,5 @@
+#include "cross_entropy_launch.h"
+
+namespace lossguard::cuda {
+LOSSGUARD_INSTANTIATE_CE(Half)
+}

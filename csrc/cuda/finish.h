@@ -1,0 +1,261 @@
+// The end of every forward kernel: blocks leave their partial sums and offenders in the workspace, and
+// the last one to finish adds them up in a fixed order, writes the loss and what the backward needs,
+// and, only when something is wrong, the report.
+#pragma once
+#include "../losses.h"
+#include "violations.h"
+
+namespace lossguard::cuda {
+
+constexpr int kSplitValues = 5;  // of a part of a row, see cross_entropy_rows.h
+
+// What a block, or the finishing of split rows, adds to the result.
+struct Partial {
+  struct Seen {
+    int64_t seen;
+    Value low, high;  // of the valid values
+  };
+  double loss, denominator;
+  Seen target, input;
+  int32_t target_bad, input_bad;  // whether a Record lies beside it
+};
+
+// Mapped pinned host memory, written only when something is wrong.
+struct Mail {
+  uint32_t flag;  // 0: nothing here; set last
+  uint32_t unused;
+  Violations violations;
+};
+static_assert(sizeof(Violations) % sizeof(int64_t) == 0 && offsetof(Mail, violations) % sizeof(int64_t) == 0);
+
+// The workspace of a stream, see runtime.cu. Kernels of one stream follow each other, so they share it.
+struct Scratch {
+  unsigned* ticket;      // 0 between kernels
+  Partial* partials;     // (parts)
+  Record* target_found;  // (parts)
+  Record* input_found;   // (parts)
+  Violations* report;
+  double* splits;        // see cross_entropy_rows.h
+};
+
+struct Finish {
+  Scratch scratch;
+  Mail* mail;          // absent: nobody wants a report
+  Operand loss;        // (): the mean or the sum; absent: every element or row has its own
+  Operand tail;        // (kSavedTail)
+  bool mean, strict, check_finite;
+  bool zero_if_weightless;  // a mean over a denominator of 0 is 0 / 0
+  double of_bad;       // the loss of an element or row that fails a check
+  Check target_check, input_check;
+  bool watch_input;    // input is checked
+  int64_t target_seen, input_seen;  // -1: as the kernel counted
+};
+
+// Of a thread. T: the target's values as they are compared.
+template <class T, class A>
+struct Tally {
+  double loss = 0, denominator = 0;
+  Watch<T> target;
+  Watch<A> input;
+};
+
+// What a report is made of, besides the records of the blocks.
+struct Reporting {
+  Scratch scratch;
+  Mail* mail;
+  int parts;
+  Check target_check, input_check;
+  Partial total;
+};
+
+struct BlockScratch {
+  Record target_found[kWarps], input_found[kWarps];
+  Partial partials[kWarps];
+  Reporting reporting;
+  bool any[kWarps];
+  bool last;
+};
+
+// V: of the target's values.
+template <class V>
+__device__ __forceinline__ void add(Partial& a, const Partial& b) {
+  a.loss += b.loss;
+  a.denominator += b.denominator;
+  a.target.seen += b.target.seen;
+  if (get<V>(b.target.low) < get<V>(a.target.low)) a.target.low = b.target.low;
+  if (get<V>(b.target.high) > get<V>(a.target.high)) a.target.high = b.target.high;
+  a.input.seen += b.input.seen;
+  if (b.input.low.d < a.input.low.d) a.input.low = b.input.low;
+  if (b.input.high.d > a.input.high.d) a.input.high = b.input.high;
+  a.target_bad |= b.target_bad;
+  a.input_bad |= b.input_bad;
+}
+
+template <class V>
+__device__ __forceinline__ Partial nothing() {
+  Partial p{};
+  p.target.low = as_value(kHighest<V>);
+  p.target.high = as_value(kLowest<V>);
+  p.input.low = as_value(kHighest<double>);
+  p.input.high = as_value(kLowest<double>);
+  return p;
+}
+
+// One partial a thread, added up in a fixed order; thread 0 gets the total.
+template <class V>
+__device__ __forceinline__ Partial block_total(Partial p, bool seen, bool seen_input, BlockScratch& s) {
+  p.loss = sum_over(p.loss);
+  p.denominator = sum_over(p.denominator);
+  if (seen) {
+    p.target.seen = sum_over(p.target.seen);
+    p.target.low = as_value(least_of(get<V>(p.target.low)));
+    p.target.high = as_value(greatest_of(get<V>(p.target.high)));
+  }
+  if (seen_input) {
+    p.input.seen = sum_over(p.input.seen);
+    p.input.low.d = least_of(p.input.low.d);
+    p.input.high.d = greatest_of(p.input.high.d);
+  }
+  p.target_bad = __any_sync(kAllLanes, p.target_bad);
+  p.input_bad = __any_sync(kAllLanes, p.input_bad);
+  if (lane_id() == 0) s.partials[warp_id()] = p;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int w = 1; w < kWarps; ++w) add<V>(p, s.partials[w]);
+  __syncthreads();
+  return p;
+}
+
+// By the whole block: what its warps found, in one record. Seldom, and not inlined.
+template <class V>
+__device__ __noinline__ void merge_warps(BlockScratch* s, const Record* found, bool any, Record* to) {
+  if (lane_id() == 0) s->any[warp_id()] = any;
+  __syncthreads();
+  if (warp_id() == 0) merge_records<V>(*to, found, 0, kWarps, 1, [&](int w) { return s->any[w]; });
+  __syncthreads();
+}
+
+// By the whole block: its tally becomes part `part` of the result. V: of the target's values as they are reported.
+template <class V, class T, class A>
+__device__ __forceinline__ void contribute(const Tally<T, A>& tally, const Finish& f, int part, BlockScratch& s) {
+  Partial p{};
+  p.loss = tally.loss;
+  p.denominator = tally.denominator;
+  p.target = {tally.target.seen, as_value(V(tally.target.low)), as_value(V(tally.target.high))};
+  p.input = {tally.input.seen, as_value(double(tally.input.low)), as_value(double(tally.input.high))};
+  p.target_bad = __syncthreads_or(tally.target.any);
+  p.input_bad = __syncthreads_or(tally.input.any);
+  if (p.target_bad) merge_warps<V>(&s, s.target_found, tally.target.any, f.scratch.target_found + part);
+  if (p.input_bad) merge_warps<double>(&s, s.input_found, tally.input.any, f.scratch.input_found + part);
+  p = block_total<V>(p, f.mail, f.mail && f.watch_input, s);
+  if (threadIdx.x == 0) f.scratch.partials[part] = p;
+}
+
+// By the whole block: true in the one that comes last, which then sees what the others wrote.
+__device__ __forceinline__ bool arrive(const Finish& f, BlockScratch& s) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    s.last = atomicAdd(f.scratch.ticket, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (s.last) __threadfence();
+  return s.last;
+}
+
+// By the block: merges what the blocks found about one tensor; warp 0 writes the section.
+template <class V>
+__device__ __noinline__ void write_section(BlockScratch* s, Subject subject) {
+  const Reporting& r = s->reporting;
+  const bool of_target = subject == Subject::target;
+  const Record* const records = of_target ? r.scratch.target_found : r.scratch.input_found;
+  // Each warp has every kWarps-th block.
+  const bool any = merge_records<V>(s->target_found[warp_id()], records, warp_id(), r.parts, kWarps, [&](int part) {
+    const Partial& p = r.scratch.partials[part];
+    return of_target ? p.target_bad : p.input_bad;
+  });
+  merge_warps<V>(s, s->target_found, any, &s->input_found[0]);
+  if (warp_id() == 0) {
+    const Record& found = s->input_found[0];
+    const Partial::Seen& seen = of_target ? r.total.target : r.total.input;
+    Violations& report = *r.scratch.report;
+    Section& section = report.sections[report.count];
+    const int lane = lane_id();
+    const int64_t count = sum_over(lane < kKinds ? found.counters[lane] : 0);
+    const int listed = __popc(__ballot_sync(kAllLanes, lane < kListed && found.index[lane] != kNowhere));
+    if (lane < kKinds) section.kinds[lane] = found.counters[lane];
+    if (lane >= kKinds && lane < kCounters) section.well_known[lane - kKinds] = found.counters[lane];
+    if (lane < kListed) {
+      section.index[lane] = found.index[lane];
+      section.value[lane] = found.value[lane];
+    }
+    if (lane == 0) {
+      section.subject = subject;
+      section.check = of_target ? r.target_check : r.input_check;
+      section.seen = seen.seen;
+      section.count = count;
+      section.offender_min = found.low;
+      section.offender_max = found.high;
+      section.has_offender_range = get<V>(found.low) <= get<V>(found.high);
+      section.valid_min = seen.low;
+      section.valid_max = seen.high;
+      section.has_valid_range = get<V>(seen.low) <= get<V>(seen.high);
+      section.listed = listed;
+    }
+    __syncwarp();
+    if (lane == 0) ++report.count;
+  }
+  __syncthreads();
+}
+
+// By the last block: the report goes to the device's copy, then to the host, its flag last of all.
+template <class V>
+__device__ __noinline__ void send_report(BlockScratch* s) {
+  const Reporting& r = s->reporting;
+  if (threadIdx.x == 0) r.scratch.report->count = 0;
+  __syncthreads();
+  if (r.total.target_bad) write_section<V>(s, Subject::target);
+  if (r.total.input_bad) write_section<double>(s, Subject::input);
+  const auto* from = reinterpret_cast<const int64_t*>(r.scratch.report);
+  auto* to = reinterpret_cast<volatile int64_t*>(&r.mail->violations);
+  for (unsigned i = threadIdx.x; i < sizeof(Violations) / sizeof(int64_t); i += kThreads) to[i] = from[i];
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    *static_cast<volatile uint32_t*>(&r.mail->flag) = 1;
+  }
+}
+
+// By the last block.
+template <class V>
+__device__ __forceinline__ void conclude(const Finish& f, int parts, BlockScratch& s) {
+  __syncthreads();  // the block's own partial
+  Partial total = nothing<V>();
+  for (int part = int(threadIdx.x); part < parts; part += kThreads) add<V>(total, f.scratch.partials[part]);
+  total = block_total<V>(total, f.mail, f.mail && f.watch_input, s);
+  if (threadIdx.x == 0) {
+    if (f.zero_if_weightless && total.denominator == 0) total.loss = 0;
+    if (f.loss) f.loss.store(0, f.mean ? total.loss / total.denominator : total.loss);
+    f.tail.store(kDenominator, total.denominator);
+    f.tail.store(kStrict, double(f.strict));
+    f.tail.store(kCheckFinite, double(f.check_finite));
+    *f.scratch.ticket = 0;
+  }
+  if (!f.mail || !__syncthreads_or(threadIdx.x == 0 && (total.target_bad || total.input_bad))) return;
+  if (threadIdx.x == 0) {
+    if (f.target_seen >= 0) total.target.seen = f.target_seen;
+    if (f.input_seen >= 0) total.input.seen = f.input_seen;
+    s.reporting = {f.scratch, f.mail, parts, f.target_check, f.input_check, total};
+  }
+  __syncthreads();
+  send_report<V>(&s);
+}
+
+template <class V, class T, class A>
+__device__ __forceinline__ void finish(const Tally<T, A>& tally, const Finish& f, BlockScratch& s) {
+  contribute<V>(tally, f, int(blockIdx.x), s);
+  if (arrive(f, s)) conclude<V>(f, int(gridDim.x), s);
+}
+
+}  // namespace lossguard::cuda

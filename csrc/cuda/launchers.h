@@ -1,0 +1,17 @@
+// What ops call for CUDA tensors. Forwards fill `saved` and the loss; unless the policy is to skip, they
+// wait for the stream and tell what is wrong. All return null, or what went wrong in CUDA's words.
+#pragma once
+#include "../losses.h"
+#include "../report.h"
+#include "runtime.h"
+
+namespace lossguard::cuda {
+
+Error elementwise_forward(const ElementwiseLoss&, const View& loss, const Place&, Violations& found);
+Error elementwise_backward(const ElementwiseLoss&, const View& grad, const View& out, const Place&);
+Error cross_entropy_forward(const RowLoss&, const View& loss, const Place&, Violations& found);
+Error cross_entropy_backward(const RowLoss&, const View& grad, const View& out, const Place&);
+Error nll_forward(const RowLoss&, const View& loss, const Place&, Violations& found);
+Error nll_backward(const RowLoss&, const View& grad, const View& out, const Place&);
+
+}  // namespace lossguard::cuda
