@@ -20,6 +20,7 @@ SAID_BEFORE = [
     "test_cuda_sanitizers.py",
     "test_demo.py",
     "test_gpu_session.py",
+    "test_memory.py",
     "test_vector_math.py",
 ]
 collect_ignore = SAID_BEFORE if EMULATED else []

@@ -90,7 +90,7 @@ def same_rows(a: Any, b: Any) -> None:
     """Bit by bit on the CPU. A CUDA kernel sums a row in an order that depends on how it lies across 16-byte
     boundaries, so a row that moved may differ in its last digit."""
     if lossguard._C.build_info().get("emulated"):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-8)
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
     else:
         identical(a, b)
 

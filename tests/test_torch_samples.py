@@ -37,6 +37,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 # rtol, atol. With weights in [-9, 9] the samples sum up to a few hundred terms of both signs, and where
 # those cancel only an absolute bound holds: some 1,000 units in the last place at 1 for float64; for float32
 # both are the defaults of torch.testing.
+EMULATED = lossguard._C.build_info().get("emulated", False)
 TOLERANCE = {torch.float64: (1e-13, 1e-12), torch.float32: (1.3e-6, 1e-5)}
 # A half is a float32 result rounded once: half a unit in the last place more.
 TOLERANCE.update({dtype: (torch.finfo(dtype).eps / 2 + 1.3e-6, 1e-5) for dtype in HALVES})
@@ -235,8 +236,8 @@ LAYOUTS = (noncontiguous_like, permuted, channels_last, expanded_rows, expanded_
 def test_layout(name, layout, dtype, no_fallback):
     """Every layout of input, target and weights gives the numbers of a contiguous copy.
 
-    The loss of one element is the same to the last bit. A sum is taken in another order: both are within
-    TOLERANCE of the truth, so within twice that of each other.
+    The loss of one element is the same to the last bit; on CUDA, of one that is no sum over a row. A sum is taken
+    in another order: both are within TOLERANCE of the truth, so within twice that of each other.
     """
     function = getattr(LF, name)
     rtol, atol = TOLERANCE[dtype]
@@ -252,7 +253,8 @@ def test_layout(name, layout, dtype, no_fallback):
             actual = loss_and_gradients(function, mixed[0], mixed[1], dict(zip(options, mixed[2:])))
             for i, (a, e) in enumerate(zip(actual, expected)):
                 if not torch.equal(a, e):
-                    assert not (i == 0 and options.get("reduction") == "none")
+                    a_row_of_cuda = EMULATED and name == "cross_entropy"
+                    assert a_row_of_cuda or not (i == 0 and options.get("reduction") == "none")
                     torch.testing.assert_close(a, e, rtol=2 * rtol, atol=2 * atol, equal_nan=True)
     assert unusual >= 1
 

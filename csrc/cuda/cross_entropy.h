@@ -158,11 +158,11 @@ __device__ __forceinline__ void note_probabilities(const Rows& r, const Layout<1
                                                    const RowOf& row_of, const ClassOf& class_of,
                                                    RowTally<A, kSpread>& tally, BlockScratch& s) {
 #pragma unroll 1
-  for (int j = 0; __any_sync(kAllLanes, bad >> j); ++j) {
+  for (int j = 0; __any_sync(kAllLanes, bad); ++j, bad >>= 1) {
     Kind kind = kValid;
     int64_t index = 0;
     A q(0);
-    if (bad >> j & 1) {
+    if (bad & 1) {
       const int64_t c = class_of(j);
       q = r.target.load<A>(target_at + row_of(j) * target_step + c * r.target_stride);
       kind = math::kind_of_probability(q, math::UnitBounds<A>{A(r.low), A(r.high)});

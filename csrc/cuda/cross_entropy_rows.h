@@ -246,8 +246,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     finish<TargetValue<kSpread>>(tally, f, scratch);
     return;
   }
-  contribute<TargetValue<kSpread>>(tally, f, int(blockIdx.x), scratch);
-  if (!arrive(f, scratch)) return;
+  using V = TargetValue<kSpread>;
+  sum_tally<V>(tally, f, scratch);
+  contribute_block<V>(&scratch, int(blockIdx.x));
+  if (!arrive(scratch)) return;
   RowTally<A, kSpread> closing;
   for (int64_t begin = 0; begin < r.n; begin += kThreads) {
     const int64_t position = begin + threadIdx.x;
@@ -271,8 +273,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     close<T>(r, layout, logical, f, inside, position, at, row, closing, scratch);
   }
-  contribute<TargetValue<kSpread>>(closing, f, int(gridDim.x), scratch);
-  conclude<TargetValue<kSpread>>(f, int(gridDim.x) + 1, scratch);
+  sum_tally<V>(closing, f, scratch);
+  contribute_block<V>(&scratch, int(gridDim.x));
+  conclude<V>(&scratch, int(gridDim.x) + 1);
 }
 
 // A stretch of `group` x kHeldPacks packs of a row per group of lanes: one read, one write.

@@ -72,10 +72,10 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
 }
 
-// A tensor's elements where their type is known at run time only.
+// A tensor's elements where their type is known at run time only. Absent: {}.
 struct Operand {
-  void* data = nullptr;
-  DType dtype = DType::f32;
+  void* data;
+  DType dtype;
 
   explicit __host__ __device__ operator bool() const { return data != nullptr; }
   template <class A>
@@ -105,7 +105,7 @@ struct Operand {
   }
 };
 inline Operand operand(const View& v) {
-  Operand o;
+  Operand o{};
   o.data = v.data;
   o.dtype = v.dtype;
   return o;

@@ -75,11 +75,11 @@ __device__ __forceinline__ void note_bad(const ElementCheck<A, kLogits>& check, 
                                          const Position& position, const Load& load, ElementTally<A>& tally,
                                          BlockScratch& s) {
 #pragma unroll 1
-  for (int j = 0; __any_sync(kAllLanes, bad >> j); ++j) {
+  for (int j = 0; __any_sync(kAllLanes, bad); ++j, bad >>= 1) {
     Kind target = kValid, input = kValid;
     A x(0), y(0), w(1);
     int64_t index = 0;
-    if (bad >> j & 1) {
+    if (bad & 1) {
       load(position(j), x, y, w);
       target = check.kind_of_target(y, w);
       input = check.kind_of_input(x);

@@ -59,19 +59,12 @@ struct Tally {
   Watch<A> input;
 };
 
-// What a report is made of, besides the records of the blocks.
-struct Reporting {
-  Scratch scratch;
-  Mail* mail;
-  int parts;
-  Check target_check, input_check;
-  Partial total;
-};
-
+// In shared memory. All that comes after the warps' own sums is in functions that are not inlined and take no
+// more than this: it would be most of every kernel's code.
 struct BlockScratch {
   Record target_found[kWarps], input_found[kWarps];
-  Partial partials[kWarps];
-  Reporting reporting;
+  Partial partials[kWarps];  // of the warps; the first becomes the block's
+  Finish finish;
   bool any[kWarps];
   bool last;
 };
@@ -101,84 +94,108 @@ __device__ __forceinline__ Partial nothing() {
   return p;
 }
 
-// One partial a thread, added up in a fixed order; thread 0 gets the total.
+// One partial a thread into one a warp, in a fixed order.
 template <class V>
-__device__ __forceinline__ Partial block_total(Partial p, bool seen, bool seen_input, BlockScratch& s) {
+__device__ __forceinline__ void sum_warp(Partial p, const Finish& f, BlockScratch& s) {
   p.loss = sum_over(p.loss);
   p.denominator = sum_over(p.denominator);
-  if (seen) {
+  if (f.mail) {
     p.target.seen = sum_over(p.target.seen);
     p.target.low = as_value(least_of(get<V>(p.target.low)));
     p.target.high = as_value(greatest_of(get<V>(p.target.high)));
-  }
-  if (seen_input) {
-    p.input.seen = sum_over(p.input.seen);
-    p.input.low.d = least_of(p.input.low.d);
-    p.input.high.d = greatest_of(p.input.high.d);
+    if (f.watch_input) {
+      p.input.seen = sum_over(p.input.seen);
+      p.input.low.d = least_of(p.input.low.d);
+      p.input.high.d = greatest_of(p.input.high.d);
+    }
   }
   p.target_bad = __any_sync(kAllLanes, p.target_bad);
   p.input_bad = __any_sync(kAllLanes, p.input_bad);
   if (lane_id() == 0) s.partials[warp_id()] = p;
+}
+// Those of the warps into the first, by the whole block.
+template <class V>
+__device__ __forceinline__ void sum_block(BlockScratch& s) {
   __syncthreads();
-  if (threadIdx.x == 0)
-    for (int w = 1; w < kWarps; ++w) add<V>(p, s.partials[w]);
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int w = 1; w < kWarps; ++w) add<V>(s.partials[0], s.partials[w]);
+  }
   __syncthreads();
-  return p;
 }
 
-// By the whole block: what its warps found, in one record. Seldom, and not inlined.
+// By the whole block: the records of those warps that have `any`, in one.
 template <class V>
-__device__ __noinline__ void merge_warps(BlockScratch* s, const Record* found, bool any, Record* to) {
-  if (lane_id() == 0) s->any[warp_id()] = any;
+__device__ __noinline__ void merge_warps(BlockScratch* s, const Record* found, Record* to) {
   __syncthreads();
   if (warp_id() == 0) merge_records<V>(*to, found, 0, kWarps, 1, [&](int w) { return s->any[w]; });
   __syncthreads();
 }
 
-// By the whole block: its tally becomes part `part` of the result. V: of the target's values as they are reported.
+// By the whole block, when its warps have been summed: it becomes part `part` of the result.
+template <class V>
+__device__ __noinline__ void contribute_block(BlockScratch* s, int part) {
+  __syncthreads();
+  const bool target_any = lane_id() == 0 && s->partials[warp_id()].target_bad;
+  const bool input_any = lane_id() == 0 && s->partials[warp_id()].input_bad;
+  const Scratch& to = s->finish.scratch;
+  if (__syncthreads_or(target_any)) {
+    if (lane_id() == 0) s->any[warp_id()] = target_any;
+    merge_warps<V>(s, s->target_found, to.target_found + part);
+  }
+  if (__syncthreads_or(input_any)) {
+    if (lane_id() == 0) s->any[warp_id()] = input_any;
+    merge_warps<double>(s, s->input_found, to.input_found + part);
+  }
+  sum_block<V>(*s);
+  if (threadIdx.x == 0) to.partials[part] = s->partials[0];
+  __syncthreads();
+}
+
+// V: of the target's values as they are reported.
 template <class V, class T, class A>
-__device__ __forceinline__ void contribute(const Tally<T, A>& tally, const Finish& f, int part, BlockScratch& s) {
+__device__ __forceinline__ void sum_tally(const Tally<T, A>& tally, const Finish& f, BlockScratch& s) {
   Partial p{};
   p.loss = tally.loss;
   p.denominator = tally.denominator;
   p.target = {tally.target.seen, as_value(V(tally.target.low)), as_value(V(tally.target.high))};
   p.input = {tally.input.seen, as_value(double(tally.input.low)), as_value(double(tally.input.high))};
-  p.target_bad = __syncthreads_or(tally.target.any);
-  p.input_bad = __syncthreads_or(tally.input.any);
-  if (p.target_bad) merge_warps<V>(&s, s.target_found, tally.target.any, f.scratch.target_found + part);
-  if (p.input_bad) merge_warps<double>(&s, s.input_found, tally.input.any, f.scratch.input_found + part);
-  p = block_total<V>(p, f.mail, f.mail && f.watch_input, s);
-  if (threadIdx.x == 0) f.scratch.partials[part] = p;
+  p.target_bad = tally.target.any;
+  p.input_bad = tally.input.any;
+  sum_warp<V>(p, f, s);
+  if (threadIdx.x == 0) s.finish = f;
 }
 
 // By the whole block: true in the one that comes last, which then sees what the others wrote.
-__device__ __forceinline__ bool arrive(const Finish& f, BlockScratch& s) {
+__device__ __forceinline__ bool arrive(BlockScratch& s) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    s.last = atomicAdd(f.scratch.ticket, 1u) == gridDim.x - 1;
+    s.last = atomicAdd(s.finish.scratch.ticket, 1u) == gridDim.x - 1;
   }
   __syncthreads();
   if (s.last) __threadfence();
   return s.last;
 }
 
-// By the block: merges what the blocks found about one tensor; warp 0 writes the section.
+// By the last block: merges what the blocks found about one tensor; warp 0 writes the section.
 template <class V>
-__device__ __noinline__ void write_section(BlockScratch* s, Subject subject) {
-  const Reporting& r = s->reporting;
+__device__ __noinline__ void write_section(BlockScratch* s, int parts, Subject subject) {
+  const Finish& f = s->finish;
   const bool of_target = subject == Subject::target;
-  const Record* const records = of_target ? r.scratch.target_found : r.scratch.input_found;
+  const Record* const records = of_target ? f.scratch.target_found : f.scratch.input_found;
   // Each warp has every kWarps-th block.
-  const bool any = merge_records<V>(s->target_found[warp_id()], records, warp_id(), r.parts, kWarps, [&](int part) {
-    const Partial& p = r.scratch.partials[part];
+  const bool any = merge_records<V>(s->target_found[warp_id()], records, warp_id(), parts, kWarps, [&](int part) {
+    const Partial& p = f.scratch.partials[part];
     return of_target ? p.target_bad : p.input_bad;
   });
-  merge_warps<V>(s, s->target_found, any, &s->input_found[0]);
+  if (lane_id() == 0) s->any[warp_id()] = any;
+  merge_warps<V>(s, s->target_found, &s->input_found[0]);
   if (warp_id() == 0) {
     const Record& found = s->input_found[0];
-    const Partial::Seen& seen = of_target ? r.total.target : r.total.input;
-    Violations& report = *r.scratch.report;
+    const Partial::Seen& seen = of_target ? s->partials[0].target : s->partials[0].input;
+    const int64_t all = of_target ? f.target_seen : f.input_seen;
+    Violations& report = *f.scratch.report;
     Section& section = report.sections[report.count];
     const int lane = lane_id();
     const int64_t count = sum_over(lane < kKinds ? found.counters[lane] : 0);
@@ -191,8 +208,8 @@ __device__ __noinline__ void write_section(BlockScratch* s, Subject subject) {
     }
     if (lane == 0) {
       section.subject = subject;
-      section.check = of_target ? r.target_check : r.input_check;
-      section.seen = seen.seen;
+      section.check = of_target ? f.target_check : f.input_check;
+      section.seen = all >= 0 ? all : seen.seen;
       section.count = count;
       section.offender_min = found.low;
       section.offender_max = found.high;
@@ -210,31 +227,34 @@ __device__ __noinline__ void write_section(BlockScratch* s, Subject subject) {
 
 // By the last block: the report goes to the device's copy, then to the host, its flag last of all.
 template <class V>
-__device__ __noinline__ void send_report(BlockScratch* s) {
-  const Reporting& r = s->reporting;
-  if (threadIdx.x == 0) r.scratch.report->count = 0;
+__device__ __noinline__ void send_report(BlockScratch* s, int parts) {
+  const Finish& f = s->finish;
+  if (threadIdx.x == 0) f.scratch.report->count = 0;
   __syncthreads();
-  if (r.total.target_bad) write_section<V>(s, Subject::target);
-  if (r.total.input_bad) write_section<double>(s, Subject::input);
-  const auto* from = reinterpret_cast<const int64_t*>(r.scratch.report);
-  auto* to = reinterpret_cast<volatile int64_t*>(&r.mail->violations);
+  if (s->partials[0].target_bad) write_section<V>(s, parts, Subject::target);
+  if (s->partials[0].input_bad) write_section<double>(s, parts, Subject::input);
+  const auto* from = reinterpret_cast<const int64_t*>(f.scratch.report);
+  auto* to = reinterpret_cast<volatile int64_t*>(&f.mail->violations);
   for (unsigned i = threadIdx.x; i < sizeof(Violations) / sizeof(int64_t); i += kThreads) to[i] = from[i];
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence_system();
-    *static_cast<volatile uint32_t*>(&r.mail->flag) = 1;
+    *static_cast<volatile uint32_t*>(&f.mail->flag) = 1;
   }
 }
 
 // By the last block.
 template <class V>
-__device__ __forceinline__ void conclude(const Finish& f, int parts, BlockScratch& s) {
-  __syncthreads();  // the block's own partial
-  Partial total = nothing<V>();
-  for (int part = int(threadIdx.x); part < parts; part += kThreads) add<V>(total, f.scratch.partials[part]);
-  total = block_total<V>(total, f.mail, f.mail && f.watch_input, s);
+__device__ __noinline__ void conclude(BlockScratch* s, int parts) {
+  const Finish& f = s->finish;
+  Partial mine = nothing<V>();
+#pragma unroll 1
+  for (int part = int(threadIdx.x); part < parts; part += kThreads) add<V>(mine, f.scratch.partials[part]);
+  sum_warp<V>(mine, f, *s);
+  sum_block<V>(*s);
   if (threadIdx.x == 0) {
+    Partial& total = s->partials[0];
     if (f.zero_if_weightless && total.denominator == 0) total.loss = 0;
     if (f.loss) f.loss.store(0, f.mean ? total.loss / total.denominator : total.loss);
     f.tail.store(kDenominator, total.denominator);
@@ -242,20 +262,20 @@ __device__ __forceinline__ void conclude(const Finish& f, int parts, BlockScratc
     f.tail.store(kCheckFinite, double(f.check_finite));
     *f.scratch.ticket = 0;
   }
-  if (!f.mail || !__syncthreads_or(threadIdx.x == 0 && (total.target_bad || total.input_bad))) return;
-  if (threadIdx.x == 0) {
-    if (f.target_seen >= 0) total.target.seen = f.target_seen;
-    if (f.input_seen >= 0) total.input.seen = f.input_seen;
-    s.reporting = {f.scratch, f.mail, parts, f.target_check, f.input_check, total};
-  }
-  __syncthreads();
-  send_report<V>(&s);
+  if (f.mail && (s->partials[0].target_bad || s->partials[0].input_bad)) send_report<V>(s, parts);
 }
 
+template <class V>
+__device__ __noinline__ void finish_block(BlockScratch* s) {
+  contribute_block<V>(s, int(blockIdx.x));
+  if (arrive(*s)) conclude<V>(s, int(gridDim.x));
+}
+
+// The end of a forward, by the whole block.
 template <class V, class T, class A>
 __device__ __forceinline__ void finish(const Tally<T, A>& tally, const Finish& f, BlockScratch& s) {
-  contribute<V>(tally, f, int(blockIdx.x), s);
-  if (arrive(f, s)) conclude<V>(f, int(gridDim.x), s);
+  sum_tally<V>(tally, f, s);
+  finish_block<V>(&s);
 }
 
 }  // namespace lossguard::cuda

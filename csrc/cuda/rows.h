@@ -60,10 +60,10 @@ __device__ __forceinline__ void note_labels(const Rows& r, const Layout<1>& logi
                                             int64_t target_at, int64_t target_step, LabelTally<A>& tally,
                                             BlockScratch& s) {
 #pragma unroll 1
-  for (int j = 0; __any_sync(kAllLanes, bad >> j); ++j) {
+  for (int j = 0; __any_sync(kAllLanes, bad); ++j, bad >>= 1) {
     Kind kind = kValid;
     int64_t row = 0, label = 0;
-    if (bad >> j & 1) {
+    if (bad & 1) {
       label = r.target.load_label(target_at + j * target_step);
       kind = math::kind_of_class(label, r.classes);
       row = logical.locate(position + j);
