@@ -5,6 +5,7 @@
 //   .. above                                                      a block a row, or several
 //   pixels beside each other, everything aligned                  16 bytes of pixels a thread
 //   anything else                                                 a row a thread
+// float64 takes neither the first nor the fourth: it is for checking, and its registers are few.
 #pragma once
 #include "cross_entropy_flat.h"
 #include "cross_entropy_rows.h"
@@ -29,9 +30,10 @@ inline int group_for(int64_t packs) {
 template <class T, Spread kSpread>
 Error forward_as(const RowPlan<T>& plan, const Finish& f, const Place& place, const Workspace& w) {
   const Rows& r = plan.rows;
-  if (plan.by_row() && plan.flat())
-    return launch(ce_forward_flat<T, kSpread>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout,
-                  plan.logical, f);
+  if constexpr (sizeof(T) < sizeof(double))
+    if (plan.by_row() && plan.flat())
+      return launch(ce_forward_flat<T, kSpread>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout,
+                    plan.logical, f);
   if (plan.by_row()) {
     const int64_t packs = plan.packs();
     if (packs <= kWarp * kHeldPacks<T>) {
@@ -57,8 +59,9 @@ Error forward_as(const RowPlan<T>& plan, const Finish& f, const Place& place, co
 template <class T, Spread kSpread>
 Error backward_as(const RowPlan<T>& plan, const Place& place, const Workspace& w) {
   const Rows& r = plan.rows;
-  if (plan.by_row() && plan.flat())
-    return launch(ce_backward_flat<T, kSpread>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout);
+  if constexpr (sizeof(T) < sizeof(double))
+    if (plan.by_row() && plan.flat())
+      return launch(ce_backward_flat<T, kSpread>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout);
   if (plan.by_row()) {
     const int64_t packs = plan.packs();
     const int group = packs <= kWarp * kHeldPacks<T> ? group_for(packs) : kThreads;

@@ -30,15 +30,15 @@ struct Pixels {
   }
 };
 
-// Logits of a thread that are loaded before the first is used.
-template <class T, int kPixels>
-constexpr int kClassesAtOnce = kPixels == 1 || kPixels == 2 ? 8 : 32 / kPixels;
+// Classes whose logits are loaded before the first is used: as many as registers hold beside the rows' sums.
+template <Spread kSpread, int kPixels>
+constexpr int kClassesAtOnce = kPixels == 8 && kSpread != Spread::none ? 2 : kPixels == 1 ? 8 : 32 / kPixels;
 
 template <class T, Spread kSpread, int kPixels>
 __global__ void __launch_bounds__(kThreads, 2)
     ce_forward_strided(const Rows r, const RowLayout layout, const Layout<1> logical, const Finish f) {
   using A = wide_t<T>;
-  constexpr int kClasses = kClassesAtOnce<T, kPixels>;
+  constexpr int kClasses = kClassesAtOnce<kSpread, kPixels>;
   LG_SHARED(BlockScratch, scratch);
   RowTally<A, kSpread> tally;
   const T* const input = static_cast<const T*>(r.input.data);
@@ -57,10 +57,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int i = 0; i < kPixels; ++i) {
         if (!inside) continue;
-        const int64_t label = r.target.load_label(at[kTargetRow] + i * target_step);
-        rows[i].label = label;
-        rows[i].state = state_of(r, label);
-        if (rows[i].state == kSound) rows[i].w_label = r.weight.load_or(label * r.weight_stride, A(1));
+        rows[i].label = r.target.load_label(at[kTargetRow] + i * target_step);
       }
     }
 #pragma unroll 1
@@ -79,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int j = 0; j < kClasses; ++j)
           if (inside && c0 + j < r.classes) top = math::max(widen<A>(x[j].v[i]), top);
         sums.raise(top);
-        if (f.watch_input) {
+        if (kPixels == 1 && f.watch_input) {  // the host sees to that: several pixels have no registers for it
 #pragma unroll
           for (int j = 0; j < kClasses; ++j)
             if (inside && c0 + j < r.classes && widen<A>(x[j].v[i]) < sums.low) sums.low = widen<A>(x[j].v[i]);
@@ -121,8 +118,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     if constexpr (kSpread != Spread::probabilities) {
       unsigned bad = 0;
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i)
-        if (inside) bad |= unsigned(watch_label(f, rows[i].state, rows[i].label, tally)) << i;
+      for (int i = 0; i < kPixels; ++i) {
+        if (!inside) continue;
+        rows[i].state = state_of(r, rows[i].label);
+        if (rows[i].state == kSound) rows[i].w_label = r.weight.load_or(rows[i].label * r.weight_stride, A(1));
+        bad |= unsigned(watch_label(f, rows[i].state, rows[i].label, tally)) << i;
+      }
       if (__any_sync(kAllLanes, bad))
         note_labels(r, logical, bad, position, at[kTargetRow], target_step, tally, scratch);
     }

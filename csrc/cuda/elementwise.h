@@ -114,7 +114,7 @@ static_assert(2 * (Pack<Half>::size - 1) <= kWarp, "head and tail fit a warp");
 constexpr int kPacksAtOnce = 2;  // of each operand, loaded before the first is used
 
 template <class T, bool kLogits>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     bce_forward_flat(const Elements e, const Layout<1> logical, const Finish f) {
   using A = wide_t<T>;
   const ElementCheck<A, kLogits> check(e, f.strict, f.check_finite);

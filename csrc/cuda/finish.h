@@ -49,7 +49,13 @@ struct Finish {
   Check target_check, input_check;
   bool watch_input;    // input is checked
   int64_t target_seen, input_seen;  // -1: as the kernel counted
+  int64_t classes, inner;  // 0, or input's offenders come in the order of rows: numbered row x classes + class
 };
+
+// In the logical order of a tensor with `inner` elements behind each class.
+__device__ __forceinline__ int64_t element_index(int64_t row, int64_t c, int64_t classes, int64_t inner) {
+  return (row / inner * classes + c) * inner + row % inner;
+}
 
 // Of a thread. T: the target's values as they are compared.
 template <class T, class A>
@@ -203,7 +209,9 @@ __device__ __noinline__ void write_section(BlockScratch* s, int parts, Subject s
     if (lane < kKinds) section.kinds[lane] = found.counters[lane];
     if (lane >= kKinds && lane < kCounters) section.well_known[lane - kKinds] = found.counters[lane];
     if (lane < kListed) {
-      section.index[lane] = found.index[lane];
+      const int64_t index = found.index[lane];
+      const bool by_row = !of_target && f.classes;
+      section.index[lane] = by_row ? element_index(index / f.classes, index % f.classes, f.classes, f.inner) : index;
       section.value[lane] = found.value[lane];
     }
     if (lane == 0) {

@@ -13,6 +13,8 @@ Error nll_forward(const RowLoss& a, const View& loss, const Place& place, Violat
       if (!plan.fits) return kTooManyDims;
       Finish f = make_finish(w, mail, a.flags, a.saved, loss);
       f.target_check = Check::class_index;
+      f.classes = plan.rows.classes;
+      f.inner = plan.rows.inner;
       return launch(nll_forward_rows<wide_t<T>>, grid_for(w, blocks_for(plan.rows.n, kThreads)), place, plan.rows,
                     plan.layout, plan.logical, f);
     });

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kThreads, 3)
         tally.input.seen += state == kSound;
         if (state == kSound && kind == kValid) tally.input.widen_range(x);
         if (__any_sync(kAllLanes, kind != kValid)) {
-          const int64_t index = kind != kValid ? element_index(r, logical.locate(position), label) : 0;
-          tally.input.note(scratch.input_found[warp_id()], kind, index, double(x));
+          const int64_t number = kind != kValid ? logical.locate(position) * r.classes + label : 0;
+          tally.input.note(scratch.input_found[warp_id()], kind, number, double(x));
         }
       }
       if (kind != kValid) state = kBad;

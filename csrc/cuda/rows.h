@@ -73,7 +73,7 @@ __device__ __forceinline__ void note_labels(const Rows& r, const Layout<1>& logi
 }
 
 __device__ __forceinline__ int64_t element_index(const Rows& r, int64_t logical_row, int64_t c) {
-  return (logical_row / r.inner * r.classes + c) * r.inner + logical_row % r.inner;
+  return element_index(logical_row, c, r.classes, r.inner);
 }
 
 }  // namespace lossguard::cuda

@@ -28,7 +28,8 @@ class Variant:
     sources: tuple[str, ...] = ()  # of the emulator, in this variant alone
 
 
-# Forced inlining and checks in line would take minutes to compile. Of the undefined behaviour, what kernels are prone to.
+# Forced inlining and checks in line would take minutes to compile. Of the undefined behaviour, what kernels are
+# prone to.
 SANITIZED = "-O1 -g1 -D__forceinline__=inline"
 ASAN = "-fsanitize=address,alignment,bool,bounds,enum,integer-divide-by-zero,shift,signed-integer-overflow"
 ASAN_CALLS = "--param asan-instrumentation-with-call-threshold=0 -fno-sanitize-recover=undefined"
