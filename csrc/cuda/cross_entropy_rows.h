@@ -202,7 +202,7 @@ struct SumsOfWarps {
 
 // A row, or one of `splits` parts of it, per block. With parts, the last block closes the rows.
 template <class T, Spread kSpread>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) < sizeof(double) ? 2 : 1)
     ce_forward_by_block(const Rows r, const RowLayout layout, const Layout<1> logical, const Finish f, int splits) {
   using A = wide_t<T>;
   using Warps = SumsOfWarps<A, kSpread>;
