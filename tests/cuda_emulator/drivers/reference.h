@@ -202,6 +202,9 @@ inline Expected expected(const Rows& a, const Tensor& grad) {
     }
     const double lse = math::log_sum_exp(m, sum);
     const bool sound = !bad && !ignored;
+    // NLL reads one element a row, and reports them row by row.
+    if (policy.check_finite && a.nll && sound)
+      inputs.see(a.index(row, label), x(label), math::kind_of_nonfinite(x(label)));
     if (policy.check_finite && sound && !is_finite(a.nll ? x(label) : lse)) bad = true;
     double loss = 0;
     if (bad) {
@@ -222,7 +225,7 @@ inline Expected expected(const Rows& a, const Tensor& grad) {
   }
   if (a.smoothing != 0 && e.denominator == 0) e.total = 0;  // natively 0 / 0
 
-  // Element after element: the scans want them in logical order.
+  // Element after element, in logical order.
   e.grad.assign(size_t(a.input.numel()), 0);
   for (int64_t i = 0; i < a.input.numel(); ++i) {
     const int64_t c = i / a.inner() % classes, row = i / (a.inner() * classes) * a.inner() + i % a.inner();
@@ -233,11 +236,10 @@ inline Expected expected(const Rows& a, const Tensor& grad) {
       const double q = a.target.get(i);
       probabilities.see(i, q, math::kind_of_probability(q, bounds));
     }
-    const bool label_sound = a.probabilities || a.class_of(row) >= 0;
-    if (policy.check_finite && label_sound && (!a.nll || c == label)) {
+    if (policy.check_finite && !a.nll && (a.probabilities || a.class_of(row) >= 0)) {
       Kind kind = math::kind_of_nonfinite(x);
       // -inf masks a class, but not all of a row's.
-      if (!a.nll && kind == kNegInf && of.lse != x) kind = kValid;
+      if (kind == kNegInf && of.lse != x) kind = kValid;
       inputs.see(i, x, kind);
     }
     if (of.zero) continue;
