@@ -210,7 +210,7 @@ __device__ __noinline__ void write_section(BlockScratch* s, int parts, Subject s
     if (lane >= kKinds && lane < kCounters) section.well_known[lane - kKinds] = found.counters[lane];
     if (lane < kListed) {
       const int64_t index = found.index[lane];
-      const bool by_row = !of_target && f.classes;
+      const bool by_row = !of_target && f.classes && lane < listed;
       section.index[lane] = by_row ? element_index(index / f.classes, index % f.classes, f.classes, f.inner) : index;
       section.value[lane] = found.value[lane];
     }

@@ -43,6 +43,16 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+// Done when it returns. Not on the null stream, which many streams do not wait for, nor on one that records a graph.
+Error clear(void* memory, size_t size) {
+  cudaStream_t stream;
+  LG_TRY(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const cudaError_t cleared = cudaMemsetAsync(memory, 0, size, stream);
+  const cudaError_t done = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  return words(cleared != cudaSuccess ? cleared : done);
+}
+
 Error allocate(const Place& place, Workspace& w) {
   const RelaxedCapture relaxed;
   LG_TRY(cudaDeviceGetAttribute(&w.multiprocessors, cudaDevAttrMultiProcessorCount, place.device));
@@ -57,7 +67,10 @@ Error allocate(const Place& place, Workspace& w) {
   }
   char* memory = nullptr;
   LG_TRY(cudaMalloc(reinterpret_cast<void**>(&memory), total));
-  LG_TRY(cudaMemset(memory, 0, total));
+  if (Error error = clear(memory, total)) {
+    cudaFree(memory);
+    return error;
+  }
   w.scratch.ticket = reinterpret_cast<unsigned*>(memory + offsets[0]);
   w.scratch.partials = reinterpret_cast<Partial*>(memory + offsets[1]);
   w.scratch.target_found = reinterpret_cast<Record*>(memory + offsets[2]);

@@ -54,50 +54,31 @@ struct Offenders {
 
   __device__ __forceinline__ Offenders() : extreme(lane_id() == 0 ? kHighest<V> : kLowest<V>) {}
 
-  // By the whole warp: lanes whose `kind` is not kValid bring an offender each.
-  __device__ void note(int kind, int64_t at, V v, int64_t classes = -1) {
-    const int lane = lane_id();
-    const bool bad = kind != kValid;
-#pragma unroll 1
-    for (int k = 0; k < kKinds; ++k) add(k, __ballot_sync(kAllLanes, kind == k), lane);
-    if constexpr (std::numeric_limits<V>::is_integer) {  // labels
-      add(int(kKinds) + kMinusOne, __ballot_sync(kAllLanes, bad && v == -1), lane);
-      add(int(kKinds) + kMinus100, __ballot_sync(kAllLanes, bad && v == -100), lane);
-      add(int(kKinds) + k255, __ballot_sync(kAllLanes, bad && v == 255), lane);
-      add(int(kKinds) + kNumClasses, __ballot_sync(kAllLanes, bad && v == classes), lane);
-    }
-    const bool ordered = bad && kind != kNaN;
-    widen_extremes(least_of(ordered ? v : kHighest<V>), greatest_of(ordered ? v : kLowest<V>));
-    list(bad ? at : kNowhere, v, false);
-  }
-
-  // By the whole warp: what another warp or block found.
+  // What another warp or block found.
   __device__ void absorb(const Record& r) {
     const int lane = lane_id();
     if (lane < kCounters) counter += r.counters[lane];
-    widen_extremes(get<V>(r.low), get<V>(r.high));
+    if (lane == 0 && get<V>(r.low) < extreme) extreme = get<V>(r.low);
+    if (lane == 1 && get<V>(r.high) > extreme) extreme = get<V>(r.high);
     list(lane < kListed ? r.index[lane] : kNowhere, lane < kListed ? get<V>(r.value[lane]) : V(0), true);
   }
-
   __device__ void store(Record& r) const {
     const int lane = lane_id();
     if (lane < kCounters) r.counters[lane] = counter;
     if (lane == 0) r.low = as_value(extreme);
     if (lane == 1) r.high = as_value(extreme);
-    if (lane < kListed) {
-      r.index[lane] = index;
-      r.value[lane] = as_value(value);
-    }
+    store_list(r);
   }
 
- private:
-  __device__ __forceinline__ void add(int k, unsigned ballot, int lane) {
-    if (lane == k) counter += __popc(ballot);
+  __device__ __forceinline__ void load_list(const Record& r) {
+    if (lane_id() >= kListed) return;
+    index = r.index[lane_id()];
+    value = get<V>(r.value[lane_id()]);
   }
-  __device__ __forceinline__ void widen_extremes(V low, V high) {
-    const int lane = lane_id();
-    if (lane == 0 && low < extreme) extreme = low;
-    if (lane == 1 && high > extreme) extreme = high;
+  __device__ __forceinline__ void store_list(Record& r) const {
+    if (lane_id() >= kListed) return;
+    r.index[lane_id()] = index;
+    r.value[lane_id()] = as_value(value);
   }
   // One offender a lane into the list of the 16 first: a bitonic sort of the new ones, then a merge.
   __device__ void list(int64_t new_index, V new_value, bool sorted) {
@@ -116,6 +97,8 @@ struct Offenders {
     for (int step = kListed; step > 0; step /= 2) exchange(index, value, step, true);
     if (lane >= kListed) index = kNowhere;
   }
+
+ private:
   static __device__ __forceinline__ void exchange(int64_t& index, V& value, int step, bool ascending) {
     const int64_t other_index = __shfl_xor_sync(kAllLanes, index, step);
     const V other_value = __shfl_xor_sync(kAllLanes, value, step);
@@ -127,14 +110,48 @@ struct Offenders {
   }
 };
 
-// By a whole warp, seldom. Not inlined: it would be most of every kernel's code.
+// By a whole warp, seldom: lanes whose `kind` is not kValid bring an offender each. Not inlined: it would be most of
+// every kernel's code. Where everything is wrong, nearly every call is done with its counters after four votes.
 template <class V>
-__device__ __noinline__ void note_offender(Record* record, bool first, int kind, int64_t at, V v, int64_t classes) {
-  Offenders<V> offenders;
-  if (!first) offenders.absorb(*record);
-  offenders.note(kind, at, v, classes);
+__device__ __noinline__ void note_offenders(Record* record, bool first, int kind, int64_t at, V v, int64_t classes) {
+  Record& r = *record;
+  const int lane = lane_id();
+  if (first) Offenders<V>().store(r);
   __syncwarp();
-  offenders.store(*record);
+  const V low = get<V>(r.low), high = get<V>(r.high);
+  const int64_t last_listed = r.index[kListed - 1];
+  __syncwarp();
+  const bool bad = kind != kValid, ordered = bad && kind != kNaN;
+
+  if (__any_sync(kAllLanes, bad && at < last_listed)) {
+    Offenders<V> offenders;
+    offenders.load_list(r);
+    offenders.list(bad ? at : kNowhere, v, false);
+    offenders.store_list(r);
+  }
+  if (__any_sync(kAllLanes, ordered && (v < low || v > high))) {
+    const V least = least_of(ordered ? v : low), greatest = greatest_of(ordered ? v : high);
+    if (lane == 0 && least < low) r.low = as_value(least);
+    if (lane == 0 && greatest > high) r.high = as_value(greatest);
+  }
+  const auto count = [&](int counter, bool mine) {
+    const unsigned ballot = __ballot_sync(kAllLanes, mine);
+    if (lane == 0) r.counters[counter] += __popc(ballot);
+    return ballot;
+  };
+#pragma unroll 1
+  for (unsigned rest = __ballot_sync(kAllLanes, bad); rest;) {  // few kinds at a time
+    const int one = broadcast_from(kind, __ffs(int(rest)) - 1);
+    rest &= ~count(one, kind == one);
+  }
+  if constexpr (std::numeric_limits<V>::is_integer) {  // labels
+    if (__any_sync(kAllLanes, bad && (v == -1 || v == -100 || v == 255 || v == classes))) {
+      count(int(kKinds) + kMinusOne, bad && v == -1);
+      count(int(kKinds) + kMinus100, bad && v == -100);
+      count(int(kKinds) + k255, bad && v == 255);
+      count(int(kKinds) + kNumClasses, bad && v == classes);
+    }
+  }
   __syncwarp();
 }
 
@@ -170,7 +187,7 @@ struct Watch {
   // By the whole warp: lanes whose `kind` is not kValid bring an offender each. `record` is the warp's own.
   template <class V>
   __device__ __forceinline__ void note(Record& record, int kind, int64_t at, V v, int64_t classes = -1) {
-    note_offender<V>(&record, !any, kind, at, v, classes);
+    note_offenders<V>(&record, !any, kind, at, v, classes);
     any = true;
   }
 };
