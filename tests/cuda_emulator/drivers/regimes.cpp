@@ -1,11 +1,12 @@
 // Every kernel in every regime, through the launchers, against csrc/math in double and a plain scan.
 //
-//   regimes [--dtypes float32,bfloat16] [--schedules random] [--without PART OF A REGIME'S NAME] [PART OF ONE'S NAME]
+//   regimes [--dtypes float32,bfloat16] [--schedules random] [--without PART OF A REGIME'S NAME] [PART OF ONE'S NAME ...]
 //
 // Prints what is wrong, and then the kernels that were reached. Calls run under one schedule after the other. Every
 // fourth also runs under the others, and gives the same to the bit.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -27,7 +28,13 @@ struct Options {
   std::vector<cuda_emulator::Schedule> schedules = {cuda_emulator::Schedule::ascending,
                                                     cuda_emulator::Schedule::descending,
                                                     cuda_emulator::Schedule::random};
-  std::string part, without = "?";
+  std::vector<std::string> parts;  // any of them; none: all regimes
+  std::string without = "?";
+
+  bool wants(const std::string& regime) const {
+    const auto has = [&](const std::string& part) { return regime.find(part) != regime.npos; };
+    return !has(without) && (parts.empty() || std::any_of(parts.begin(), parts.end(), has));
+  }
 } options;
 
 int failures = 0, calls = 0, launches = 0;
@@ -338,7 +345,7 @@ template <class Regimes, class Variations, class Make>
 void run_all(const Regimes& regimes, const Variations& variations, const Make& make) {
   for (const auto& regime : regimes) {
     const std::string of_regime = regime.name;
-    if (of_regime.find(options.part) == of_regime.npos || of_regime.find(options.without) != of_regime.npos) continue;
+    if (!options.wants(of_regime)) continue;
     for (DType dtype : options.dtypes)
       for (const auto& variation : variations) {
         const size_t number = size_t(&variation - variations);
@@ -398,7 +405,7 @@ int main(int argc, char** argv) {
     else if (!std::strcmp(argv[i], "--without") && i + 1 < argc)
       options.without = argv[++i];
     else
-      options.part = argv[i];
+      options.parts.push_back(argv[i]);
   }
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was wrong before a crash is not lost
   run_regimes();
