@@ -32,7 +32,8 @@ INSTRUCTION_SETS = [("baseline", "kBaseline", [])]
 if X86:
     INSTRUCTION_SETS.append(("avx2", "kAvx2", ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]))
 
-SOURCES = ["ops.cpp", "module.cpp", "policy.cpp", "cpu/launchers.cpp", "cpu/scan.cpp"]
+SOURCES = ["ops.cpp", "module.cpp", "policy.cpp", "pending.cpp", "callsite.cpp", "stats.cpp"]
+SOURCES += ["cpu/launchers.cpp", "cpu/scan.cpp"]
 KERNELS = sorted(f"cuda/{path.name}" for path in ROOT.glob("csrc/cuda/*.cu"))
 CXXFLAGS = ["-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra"]
 NVCCFLAGS = [

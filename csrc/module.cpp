@@ -1,12 +1,12 @@
 // pybind11: how violations reach Python, the policy in force, and facts about the build.
 #include <pybind11/pybind11.h>
 
+#include "callsite.h"
 #include "cpu/kernels.h"
 #include "policy.h"
-#include "raise.h"
-#if defined(LOSSGUARD_WITH_CUDA)
-#include "cuda/runtime.h"
-#endif
+#include "pending.h"
+#include "stats.h"
+#include "torch_stream.h"
 
 namespace py = pybind11;
 
@@ -45,30 +45,49 @@ py::dict describe(const Section& s) {
   return d;
 }
 
-py::tuple describe(const View& v) {
-  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int64", "uint8"};
-  py::tuple shape(v.ndim);
-  for (int d = 0; d < v.ndim; ++d) shape[d] = v.sizes[d];
-  return py::make_tuple(shape, names[int(v.dtype)]);
+py::tuple as_tuple(const std::vector<int64_t>& numbers) {
+  py::tuple t(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) t[i] = numbers[i];
+  return t;
 }
 
-}  // namespace
+py::tuple describe(const Given& given) {
+  static const char* const names[] = {"float32", "float64", "float16", "bfloat16", "int64", "uint8"};
+  return py::make_tuple(as_tuple(given.shape), names[int(given.dtype)]);
+}
 
-void deliver(const Violations& violations, const Call& call) {
-  py::gil_scoped_acquire gil;
+py::dict describe(const Finding& finding) {
+  const Call& call = finding.call;
   py::list sections;
-  for (int i = 0; i < violations.count; ++i) sections.append(describe(violations.sections[i]));
+  for (int i = 0; i < finding.violations.count; ++i) sections.append(describe(finding.violations.sections[i]));
   py::dict d;
   d["loss"] = call.loss;
   d["site"] = call.site;
   d["on_violation"] = int(call.flags.policy.on_violation);
+  d["when"] = int(call.flags.policy.when);
+  d["recomputed"] = call.flags.recomputed;
   d["sections"] = sections;
   d["input"] = describe(call.input);
   d["target"] = describe(call.target);
   d["device"] = py::make_tuple(call.device_type, call.device_index);
   if (call.num_classes >= 0) d["num_classes"] = call.num_classes;
   d["ignore_index"] = call.ignore_index;
-  const py::object exception = py::reinterpret_borrow<py::object>(handler)(d);
+  d["samples"] = as_tuple(call.samples);
+  d["lost"] = finding.lost;
+  d["captured"] = finding.captured;
+  return d;
+}
+
+// python/lossguard/_violations.py, Moment
+constexpr const char* kMoments[] = {"the call", "a call", "backward", "step", "check", "leave", "exit"};
+
+}  // namespace
+
+void deliver(const std::vector<Finding>& findings, Moment moment) {
+  py::gil_scoped_acquire gil;
+  py::list described;
+  for (const Finding& finding : findings) described.append(describe(finding));
+  const py::object exception = py::reinterpret_borrow<py::object>(handler)(described, kMoments[int(moment)]);
   if (exception.is_none()) return;
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   throw py::error_already_set();
@@ -84,6 +103,7 @@ void throw_unsupported(const std::string& why) {
 
 PYBIND11_MODULE(_C, m) {
   using namespace lossguard;
+  callsite::add_to(m);
   m.def("install", [](py::object handle, py::object unsupported_class) {
     handler = handle.release().ptr();
     unsupported = unsupported_class.release().ptr();
@@ -120,7 +140,38 @@ PYBIND11_MODULE(_C, m) {
 #endif
     return d;
   });
+  m.def("count_call", [](int64_t site, int64_t elements) { stats::count(site, "NLLLoss", elements); });
+  m.def("call_counts", [] {
+    py::dict d;
+    for (const auto& [key, c] : stats::counts())
+      d[py::make_tuple(key.first, key.second)] = py::make_tuple(c.calls, c.elements);
+    return d;
+  });
+  m.def("reset_call_counts", &stats::reset);
+  m.def("enter_sample", [](int64_t i) { ambient::samples().push_back(i); });
+  m.def("leave_sample", [] { ambient::samples().pop_back(); });
 #if defined(LOSSGUARD_WITH_CUDA)
+  m.def("pending", [] { return pending::count.load(); });
+  m.def("look", [] { pending::poll(Moment::check); }, py::call_guard<py::gil_scoped_release>());
+  m.def("poll_backward", [] { pending::poll(Moment::backward); });
+  m.def("wait_before_step", [] { pending::wait(pending::Until::safe_to_step, Moment::step); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("wait_for_own", [] { pending::wait(pending::Until::own, Moment::leave); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("wait_for_all", [](bool at_exit) { pending::wait(pending::Until::all, at_exit ? Moment::exit : Moment::check); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("limit_slots", &cuda::limit_slots);
+#if defined(LOSSGUARD_EMULATED)
+  m.def("emulate_on", [](int device, uintptr_t stream, bool capturing) {
+    emulated_place = {device, reinterpret_cast<void*>(stream), capturing};
+  });
+#endif
+  m.def("runtime_calls", [] {
+    py::dict d;
+    cuda::for_runtime_calls(
+        [](const char* name, int64_t calls, void* to) { (*static_cast<py::dict*>(to))[name] = calls; }, &d);
+    return d;
+  });
   m.def("cuda_status", [] {
     const cuda::DriverStatus status = cuda::driver_status();
     py::dict d;

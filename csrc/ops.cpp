@@ -10,18 +10,19 @@
 
 #include <initializer_list>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 
 #include "cpu/launchers.h"
 #include "cpu/parallel.h"
 #include "losses.h"
-#include "raise.h"
+#include "pending.h"
+#include "stats.h"
 
 #if defined(LOSSGUARD_WITH_CUDA)
 #include "cuda/launchers.h"
-// Lives in libtorch_cuda: null under a CPU-only torch, where no CUDA tensor can reach us.
-extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#include "torch_stream.h"
 #endif
 
 namespace lossguard {
@@ -151,7 +152,7 @@ View grad_over(const Tensor& grad, const View& elements) {
 Call call(const char* loss, int64_t site, const Flags& flags, const View& input, const View& target, const Tensor& like) {
   int32_t device;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  return {loss, site, flags, input, target, device, like.get_device_index()};
+  return {loss, site, flags, Given(input), Given(target), device, like.get_device_index()};
 }
 
 // ---- the launchers of the device a tensor lies on
@@ -162,31 +163,52 @@ Call call(const char* loss, int64_t site, const Flags& flags, const View& input,
 class OnCuda {
  public:
 #if defined(LOSSGUARD_EMULATED)
-  explicit OnCuda(const Tensor&) : place_{0, nullptr} {}
+  explicit OnCuda(const Tensor&) : place_(emulated_place) {}
   static bool has(const Tensor&) { return true; }
 #else
-  explicit OnCuda(const Tensor& t) : guard_(t.get_device_index()), place_{t.get_device_index(), nullptr} {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(place_.device, &place_.stream));
+  explicit OnCuda(const Tensor& t)
+      : guard_(t.get_device_index()), place_{t.get_device_index(), current_stream(t.get_device_index())} {
+    place_.capturing = cuda::is_capturing(place_);
   }
   static bool has(const Tensor& t) { return t.is_cuda(); }
 #endif
+  // What the forward that is launched next works in, if that is to be the graph's: torch allocates it in the graph's pool.
+  void lend_scratch(const Tensor& like) {
+    if (!place_.capturing) return;
+    int64_t bytes;
+    check(cuda::scratch_size(place_.device, bytes));
+    const int64_t size = (bytes + 7) / 8;
+    scratch_.emplace(empty(like, &size, 1, DType::f64));
+    place_.scratch = scratch_->mutable_data_ptr();
+  }
   const cuda::Place& place() const { return place_; }
-  static void check(cuda::Error error) { STD_TORCH_CHECK(!error, "lossguard on CUDA: ", error); }
+  static void check(cuda::Error error) {
+    if (error) throw std::runtime_error(std::string("lossguard on CUDA: ") + error);
+  }
 
  private:
 #if !defined(LOSSGUARD_EMULATED)
   torch::stable::accelerator::DeviceGuard guard_;
 #endif
   cuda::Place place_;
+  MaybeTensor scratch_;
 };
 
-#define LOSSGUARD_FORWARD(name, Loss)                                             \
-  Violations name(const Loss& a, const View& loss, const Tensor& like) {          \
-    if (!OnCuda::has(like)) return cpu::name(a, loss);                            \
-    Violations found;                                                             \
-    const OnCuda on(like);                                                        \
-    OnCuda::check(cuda::name(a, loss, on.place(), found));                        \
-    return found;                                                                 \
+// What a forward found: on the CPU at once; of a launch on CUDA it will lie in `slot`.
+struct Outcome {
+  Violations violations;
+  cuda::Place place{};
+  cuda::Slot* slot = nullptr;
+};
+
+#define LOSSGUARD_FORWARD(name, Loss)                                    \
+  Outcome name(const Loss& a, const View& loss, const Tensor& like) {    \
+    if (!OnCuda::has(like)) return {cpu::name(a, loss)};                 \
+    OnCuda on(like);                                                     \
+    on.lend_scratch(like);                                               \
+    Outcome outcome{{}, on.place()};                                     \
+    OnCuda::check(cuda::name(a, loss, on.place(), outcome.slot));        \
+    return outcome;                                                      \
   }
 #define LOSSGUARD_BACKWARD(name, Loss)                                                    \
   void name(const Loss& a, const View& grad, const View& out, const Tensor& like) {       \
@@ -197,12 +219,32 @@ class OnCuda {
 
 #else
 
+struct Outcome {
+  Violations violations;
+};
 #define LOSSGUARD_FORWARD(name, Loss) \
-  Violations name(const Loss& a, const View& loss, const Tensor&) { return cpu::name(a, loss); }
+  Outcome name(const Loss& a, const View& loss, const Tensor&) { return {cpu::name(a, loss)}; }
 #define LOSSGUARD_BACKWARD(name, Loss) \
   void name(const Loss& a, const View& grad, const View& out, const Tensor&) { cpu::name(a, grad, out); }
 
 #endif
+
+// Raises what is wrong, now or later. `call` says what was called.
+template <class MakeCall>
+void settle(const Outcome& outcome, const Flags& flags, const MakeCall& call) {
+#if defined(LOSSGUARD_WITH_CUDA)
+  if (outcome.slot) {
+    const Policy& policy = flags.policy;
+    pending::add(outcome.place, *outcome.slot, call());
+    if (policy.when == When::immediately && policy.on_violation != OnViolation::skip && !outcome.place.capturing)
+      pending::wait(pending::Until::own, Moment::the_call);
+    return;
+  }
+#else
+  static_cast<void>(flags);
+#endif
+  if (outcome.violations.count) deliver({{call(), outcome.violations}}, Moment::the_call);
+}
 
 namespace launch {
 LOSSGUARD_FORWARD(elementwise_forward, ElementwiseLoss)
@@ -233,6 +275,7 @@ ElementwiseLoss elementwise(bool with_logits, const Tensor& input, const Tensor&
 }
 
 std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss&& a, const Tensor& input, int64_t site) {
+  pending::poll(Moment::a_call);
   const int64_t tail = kSavedTail;
   Tensor saved = empty(input, &tail, 1, saved_dtype(a.input));
   a.saved = view(saved, "saved");
@@ -240,12 +283,14 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss
   Tensor loss = a.flags.reduction != Reduction::none ? empty(input, nullptr, 0, dtype)
                 : dtype == a.input.dtype             ? empty_like(input, a.input)
                                                      : empty(input, a.input.sizes, a.input.ndim, dtype);
-  const Violations violations = launch::elementwise_forward(a, view(loss, "loss"), input);
-  if (violations.count) deliver(violations, call(name, site, a.flags, a.input, a.target, input));
+  if (!a.flags.recomputed) stats::count(site, name, a.input.numel());
+  const Outcome outcome = launch::elementwise_forward(a, view(loss, "loss"), input);
+  settle(outcome, a.flags, [&] { return call(name, site, a.flags, a.input, a.target, input); });
   return {std::move(loss), std::move(saved)};
 }
 
 Tensor elementwise_backward(ElementwiseLoss&& a, const Tensor& grad, const Tensor& input, const Tensor& given) {
+  pending::poll(Moment::backward);
   const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");
   require(a.saved.numel() == kSavedTail && a.saved.dtype == saved_dtype(a.input), "saved is not of this loss");
@@ -307,13 +352,12 @@ RowLoss rows(const Tensor& input, const Tensor& target, const MaybeTensor& weigh
   return a;
 }
 
-void deliver(const Violations& violations, const char* name, int64_t site, const RowLoss& a, const Tensor& input,
-             const Tensor& target) {
-  const View given = view(target, "target");  // a.target has no dimension where (1) stands for ()
-  Call c = call(name, site, a.flags, a.input, given, input);
+Call call(const char* name, int64_t site, const RowLoss& a, const Tensor& input, const Tensor& target) {
+  // a.target has no dimension where (1) stands for ()
+  Call c = call(name, site, a.flags, a.input, view(target, "target"), input);
   c.num_classes = a.classes();
   c.ignore_index = a.ignore_index;
-  deliver(violations, c);
+  return c;
 }
 
 // As SavedTail says.
@@ -332,12 +376,14 @@ Tensor row_loss(const RowLoss& a, const Tensor& input) {
 std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tensor& target, const MaybeTensor& weight,
                                                  int64_t ignore_index, double smoothing, int64_t flags, int64_t site) {
   RowLoss a = rows(input, target, weight, ignore_index, smoothing, flags);
+  pending::poll(Moment::a_call);
   const int64_t size = saved_size(a, true);
   Tensor saved = empty(input, &size, 1, saved_dtype(a.input));
   a.saved = view(saved, "saved");
   Tensor loss = row_loss(a, input);
-  const Violations violations = launch::cross_entropy_forward(a, view(loss, "loss"), input);
-  if (violations.count) deliver(violations, "CrossEntropyLoss", site, a, input, target);
+  if (!a.flags.recomputed) stats::count(site, "CrossEntropyLoss", a.target.numel());
+  const Outcome outcome = launch::cross_entropy_forward(a, view(loss, "loss"), input);
+  settle(outcome, a.flags, [&] { return call("CrossEntropyLoss", site, a, input, target); });
   return {std::move(loss), std::move(saved)};
 }
 
@@ -345,17 +391,20 @@ std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target
                                        int64_t ignore_index, int64_t flags, int64_t site) {
   RowLoss a = rows(input, target, weight, ignore_index, 0, flags);
   require(!a.probabilities, "target must hold class indices");
+  pending::poll(Moment::a_call);
   const int64_t tail = kSavedTail;
   Tensor saved = empty(input, &tail, 1, saved_dtype(a.input));
   a.saved = view(saved, "saved");
   Tensor loss = row_loss(a, input);
-  const Violations violations = launch::nll_forward(a, view(loss, "loss"), input);
-  if (violations.count) deliver(violations, "NLLLoss", site, a, input, target);
+  if (!a.flags.recomputed) stats::count(site, "NLLLoss", a.target.numel());
+  const Outcome outcome = launch::nll_forward(a, view(loss, "loss"), input);
+  settle(outcome, a.flags, [&] { return call("NLLLoss", site, a, input, target); });
   return {std::move(loss), std::move(saved)};
 }
 
 Tensor row_backward(void (*backward)(const RowLoss&, const View&, const View&, const Tensor&), RowLoss&& a,
                     const Tensor& grad, const Tensor& input, const Tensor& given, bool with_lse) {
+  pending::poll(Moment::backward);
   const View per_row = a.input.without_dim(a.class_dim);
   const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");

@@ -7,6 +7,9 @@ import lossguard.functional  # noqa: E402
 import pytest  # noqa: E402
 
 EMULATED = lossguard._C.build_info().get("emulated", False)
+if EMULATED:  # as on the CPU, which most tests were written for; test_deferred.py has the other
+    lossguard.configure(when="immediately")
+    os.environ["LOSSGUARD_WHEN"] = "immediately"  # for the processes that tests start
 
 # `make test-emulated` runs the suite on the CUDA kernels, by way of tests/cuda_emulator. These files would say
 # nothing new there: what they test is not a kernel, or code that inductor generated around the same op.

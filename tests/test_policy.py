@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 nan, inf = float("nan"), float("inf")
-DEFAULT = {"strict": True, "check_finite": False, "on_violation": "raise"}
+DEFAULT = {"strict": True, "check_finite": False, "on_violation": "raise", "when": lossguard.policy()["when"]}
 ACTIONS = ("raise", "warn", "skip")
 N, C = 6, 5
 
@@ -232,12 +232,12 @@ def test_guards_nest_and_leave_open_what_they_do_not_name() -> None:
     with lossguard.guard(on_violation="skip") as outer:
         assert policy() == DEFAULT | {"on_violation": "skip"}
         with lossguard.guard(strict=False):
-            assert policy() == {"strict": False, "check_finite": False, "on_violation": "skip"}
+            assert policy() == DEFAULT | {"strict": False, "check_finite": False, "on_violation": "skip"}
             with lossguard.guard(on_violation="warn", check_finite=True, strict=True):
-                assert policy() == {"strict": True, "check_finite": True, "on_violation": "warn"}
-            assert policy() == {"strict": False, "check_finite": False, "on_violation": "skip"}
+                assert policy() == DEFAULT | {"strict": True, "check_finite": True, "on_violation": "warn"}
+            assert policy() == DEFAULT | {"strict": False, "check_finite": False, "on_violation": "skip"}
             with outer:
-                assert policy() == {"strict": False, "check_finite": False, "on_violation": "skip"}
+                assert policy() == DEFAULT | {"strict": False, "check_finite": False, "on_violation": "skip"}
         assert policy() == DEFAULT | {"on_violation": "skip"}
     assert policy() == DEFAULT
 
@@ -262,7 +262,7 @@ def test_decorator() -> None:
         return [lossguard.policy(), *(step(depth - 1) if depth else [])]
 
     assert (step.__name__, step.__doc__) == ("step", "Takes a step.")
-    assert step(2) == [{"strict": True, "check_finite": True, "on_violation": "skip"}] * 3
+    assert step(2) == [DEFAULT | {"strict": True, "check_finite": True, "on_violation": "skip"}] * 3
     with pytest.raises(ValueError):
         step(0, fail=True)
     assert lossguard.policy() == DEFAULT
@@ -287,7 +287,7 @@ def test_new_threads_start_from_configure_not_from_a_guard() -> None:
                 return lossguard.policy()
 
         assert pool.submit(inside).result() == DEFAULT | {"strict": False}
-        assert lossguard.policy() == {"strict": False, "check_finite": True, "on_violation": "skip"}
+        assert lossguard.policy() == DEFAULT | {"strict": False, "check_finite": True, "on_violation": "skip"}
 
 
 def test_one_guard_object_may_serve_several_threads() -> None:

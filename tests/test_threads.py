@@ -19,7 +19,11 @@ from torch import Tensor, nn
 
 THREADS, ROUNDS = 8, 60
 N, C = 64, 10
-DEFAULT = {"strict": True, "check_finite": False, "on_violation": "raise"}
+DEFAULT = lossguard.policy()
+# test_deferred.py has what is said there.
+not_after_a_fork = pytest.mark.skipif(
+    lossguard._C.build_info().get("emulated", False), reason="CUDA, emulated or not, does not survive a fork"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -264,7 +268,7 @@ def child(queue: Any, threads: int) -> None:
         queue.put((None, repr(error), None))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", [pytest.param("fork", marks=not_after_a_fork), "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_children(method: str) -> None:
     context = multiprocessing.get_context(method)
@@ -288,6 +292,7 @@ def test_children(method: str) -> None:
     assert policy == (DEFAULT | {"strict": False} if method == "fork" else DEFAULT)
 
 
+@not_after_a_fork
 @pytest.mark.filterwarnings("ignore")
 def test_a_child_forked_while_threads_compute_and_warn() -> None:
     """Nothing that a thread of the parent held is left held in the child."""
@@ -349,6 +354,7 @@ class Checked(torch.utils.data.Dataset[float]):
         return load_and_check(index)
 
 
+@not_after_a_fork
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_data_loader_workers() -> None:
     loader = torch.utils.data.DataLoader(Checked(), batch_size=1, num_workers=1)

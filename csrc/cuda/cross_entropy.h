@@ -133,7 +133,7 @@ __device__ __forceinline__ void watch_logits(const Rows& r, const RowLayout& lay
                                              const Finish& f, bool has_row, int64_t position,
                                              const ClosedRow<A, kSpread>& row, RowTally<A, kSpread>& tally,
                                              BlockScratch& s) {
-  if (!f.mail || !f.watch_input || !r.classes) return;
+  if (!f.watch_input || !r.classes) return;
   const bool counts = has_row && (kSpread == Spread::probabilities || row.state == kSound);
   const A lse = row.sums.lse();
   const bool finite = is_finite(lse);

@@ -131,11 +131,11 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
     if constexpr (kSpread == Spread::probabilities) {
       row.bad_target = bad != 0;
-      if (f.mail && __any_sync(kAllLanes, bad))
+      if (__any_sync(kAllLanes, bad))
         note_probabilities<kSpread>(r, logical, bad, position, position * r.classes, 0, [](int) { return 0; },
                                     [](int j) { return j; }, tally, scratch);
     } else {
-      const bool bad_label = inside && watch_label(f, row.state, row.label, tally);
+      const bool bad_label = inside && watch_label(row.state, row.label, tally);
       if (__any_sync(kAllLanes, bad_label))
         note_labels(r, logical, bad_label, position, at[kTargetRow], 0, tally, scratch);
     }

@@ -16,9 +16,9 @@ namespace lossguard::cuda {
 
 // Implemented in cross_entropy_<dtype>.cu, to be compiled side by side.
 template <class T>
-Error launch_ce_forward(const RowLoss&, const View& loss, const Place&, const Workspace&, const MailHold&);
+Error launch_ce_forward(const RowLoss&, const View& loss, const Place&, const Workspace&);
 template <class T>
-Error launch_ce_backward(const RowLoss&, const View& grad, const View& out, const Place&, const Workspace&);
+Error launch_ce_backward(const RowLoss&, const View& grad, const View& out, const Place&, const Gpu&);
 
 // Lanes a row: four packs a lane, more once the warp is used up.
 inline int group_for(int64_t packs) {
@@ -57,31 +57,30 @@ Error forward_as(const RowPlan<T>& plan, const Finish& f, const Place& place, co
 }
 
 template <class T, Spread kSpread>
-Error backward_as(const RowPlan<T>& plan, const Place& place, const Workspace& w) {
+Error backward_as(const RowPlan<T>& plan, const Place& place, const Gpu& gpu) {
   const Rows& r = plan.rows;
   if constexpr (sizeof(T) < sizeof(double))
     if (plan.by_row() && plan.flat())
-      return launch(ce_backward_flat<T, kSpread>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout);
+      return launch(ce_backward_flat<T, kSpread>, grid_for(gpu, blocks_for(r.n, kThreads)), place, r, plan.layout);
   if (plan.by_row()) {
     const int64_t packs = plan.packs();
     const int group = packs <= kWarp * kHeldPacks<T> ? group_for(packs) : kThreads;
     const int64_t stretches = blocks_for(packs, int64_t(group) * kHeldPacks<T>);
-    return launch(ce_backward_rows<T, kSpread>, grid_for(w, blocks_for(r.n * stretches, kThreads / group)), place, r,
+    return launch(ce_backward_rows<T, kSpread>, grid_for(gpu, blocks_for(r.n * stretches, kThreads / group)), place, r,
                   plan.layout, group, stretches);
   }
   if constexpr (sizeof(T) < sizeof(double))
     if (plan.by_pixels())
       return launch(ce_backward_strided<T, kSpread, Pack<T>::size>,
-                    grid_for(w, blocks_for(r.n, kThreads * Pack<T>::size)), place, r, plan.layout);
-  return launch(ce_backward_strided<T, kSpread, 1>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout);
+                    grid_for(gpu, blocks_for(r.n, kThreads * Pack<T>::size)), place, r, plan.layout);
+  return launch(ce_backward_strided<T, kSpread, 1>, grid_for(gpu, blocks_for(r.n, kThreads)), place, r, plan.layout);
 }
 
 template <class T>
-Error launch_ce_forward(const RowLoss& a, const View& loss, const Place& place, const Workspace& w,
-                        const MailHold& mail) {
+Error launch_ce_forward(const RowLoss& a, const View& loss, const Place& place, const Workspace& w) {
   const RowPlan<T> plan(a, a.flags.reduction == Reduction::none ? loss : View{}, View{});
   if (!plan.fits) return kTooManyDims;
-  Finish f = make_finish(w, mail, a.flags, a.saved, loss);
+  Finish f = make_finish(w, a.flags, a.saved, loss);
   f.zero_if_weightless = a.smoothing != 0;
   if (a.probabilities) {
     if (!a.weight) f.target_seen = plan.rows.n * plan.rows.classes;
@@ -93,18 +92,17 @@ Error launch_ce_forward(const RowLoss& a, const View& loss, const Place& place, 
 }
 
 template <class T>
-Error launch_ce_backward(const RowLoss& a, const View& grad, const View& out, const Place& place,
-                         const Workspace& w) {
+Error launch_ce_backward(const RowLoss& a, const View& grad, const View& out, const Place& place, const Gpu& gpu) {
   const RowPlan<T> plan(a, grad, out);
   if (!plan.fits) return kTooManyDims;
   if (plan.rows.n == 0 || plan.rows.classes == 0) return nullptr;
-  if (a.probabilities) return backward_as<T, Spread::probabilities>(plan, place, w);
-  return a.smoothing != 0 ? backward_as<T, Spread::labels>(plan, place, w)
-                          : backward_as<T, Spread::none>(plan, place, w);
+  if (a.probabilities) return backward_as<T, Spread::probabilities>(plan, place, gpu);
+  return a.smoothing != 0 ? backward_as<T, Spread::labels>(plan, place, gpu)
+                          : backward_as<T, Spread::none>(plan, place, gpu);
 }
 
-#define LOSSGUARD_INSTANTIATE_CE(T)                                                                             \
-  template Error launch_ce_forward<T>(const RowLoss&, const View&, const Place&, const Workspace&, const MailHold&); \
-  template Error launch_ce_backward<T>(const RowLoss&, const View&, const View&, const Place&, const Workspace&);
+#define LOSSGUARD_INSTANTIATE_CE(T)                                                                      \
+  template Error launch_ce_forward<T>(const RowLoss&, const View&, const Place&, const Workspace&);      \
+  template Error launch_ce_backward<T>(const RowLoss&, const View&, const View&, const Place&, const Gpu&);
 
 }  // namespace lossguard::cuda

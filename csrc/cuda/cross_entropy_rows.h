@@ -136,7 +136,7 @@ __device__ __forceinline__ void add_packs(const Rows& r, const Layout<1>& logica
   }
   if constexpr (kSpread == Spread::probabilities) {
     bad_target = bad_target || bad;
-    if (f.mail && __any_sync(kAllLanes, bad))
+    if (__any_sync(kAllLanes, bad))
       note_probabilities<kSpread>(
           r, logical, bad, position, at[kTargetRow], 0, [](int) { return 0; },
           [&](int j) { return packs.first(first_pack + j / size * step) + j % size; }, tally, s);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void close(const Rows& r, const RowLayout& layout, co
                                       const int64_t (&at)[kRowOperands], const ClosedRow<A, kSpread>& row,
                                       RowTally<A, kSpread>& tally, BlockScratch& s) {
   if constexpr (kSpread != Spread::probabilities) {
-    const bool bad = closes && watch_label(f, row.state, row.label, tally);
+    const bool bad = closes && watch_label(row.state, row.label, tally);
     if (__any_sync(kAllLanes, bad)) note_labels(r, logical, bad, position, at[kTargetRow], 0, tally, s);
   }
   watch_logits<T, kSpread>(r, layout, logical, f, closes, position, row, tally, s);

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
       if constexpr (kSpread == Spread::probabilities)
-        if (f.mail && __any_sync(kAllLanes, bad))
+        if (__any_sync(kAllLanes, bad))
           note_probabilities<kSpread>(
               r, logical, bad, position, at[kTargetRow], target_step, [](int j) { return j / kClasses; },
               [&](int j) { return c0 + j % kClasses; }, tally, scratch);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (!inside) continue;
         rows[i].state = state_of(r, rows[i].label);
         if (rows[i].state == kSound) rows[i].w_label = r.weight.load_or(rows[i].label * r.weight_stride, A(1));
-        bad |= unsigned(watch_label(f, rows[i].state, rows[i].label, tally)) << i;
+        bad |= unsigned(watch_label(rows[i].state, rows[i].label, tally)) << i;
       }
       if (__any_sync(kAllLanes, bad))
         note_labels(r, logical, bad, position, at[kTargetRow], target_step, tally, scratch);

@@ -3,23 +3,23 @@
 #include "launchers.h"
 
 namespace lossguard::cuda {
-Error elementwise_forward(const ElementwiseLoss& a, const View& loss, const Place& place, Violations& found) {
-  return forward(a.flags, place, found, [&](const Workspace& w, const MailHold& mail) {
+Error elementwise_forward(const ElementwiseLoss& a, const View& loss, const Place& place, Slot*& slot) {
+  return forward(place, slot, [&](const Workspace& w) {
     return by_dtype(a.input.dtype, [&](auto t) {
       using T = decltype(t);
-      return a.with_logits ? launch_bce_forward<T, true>(a, loss, place, w, mail)
-                           : launch_bce_forward<T, false>(a, loss, place, w, mail);
+      return a.with_logits ? launch_bce_forward<T, true>(a, loss, place, w)
+                           : launch_bce_forward<T, false>(a, loss, place, w);
     });
   });
 }
 
 Error elementwise_backward(const ElementwiseLoss& a, const View& grad, const View& out, const Place& place) {
-  Workspace w;
-  if (Error error = workspace_of(place, w)) return error;
+  Gpu gpu;
+  if (Error error = gpu_of(place, gpu)) return error;
   return by_dtype(a.input.dtype, [&](auto t) {
     using T = decltype(t);
-    return a.with_logits ? launch_bce_backward<T, true>(a, grad, out, place, w)
-                         : launch_bce_backward<T, false>(a, grad, out, place, w);
+    return a.with_logits ? launch_bce_backward<T, true>(a, grad, out, place, gpu)
+                         : launch_bce_backward<T, false>(a, grad, out, place, gpu);
   });
 }
 

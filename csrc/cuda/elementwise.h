@@ -52,16 +52,14 @@ struct ElementCheck {
 template <class A>
 using ElementTally = Tally<A, A>;
 
-// The loss of one element. Sets `bad`; keeps account of the valid values if somebody wants a report.
+// The loss of one element. Sets `bad`; keeps account of the valid values.
 template <bool kLogits, class A>
 __device__ __forceinline__ A visit(const ElementCheck<A, kLogits>& check, const Finish& f, A x, A y, A w, A pos_weight,
                                    ElementTally<A>& tally, bool& bad) {
   const bool target_ok = check.target_ok(y, w), input_ok = check.input_ok(x);
   bad = !(target_ok && input_ok);
-  if (f.mail) {
-    if (target_ok && !check.exempt(w)) tally.target.widen_range(y);
-    if (input_ok) tally.input.widen_range(x);
-  }
+  if (target_ok && !check.exempt(w)) tally.target.widen_range(y);
+  if (input_ok) tally.input.widen_range(x);
   if (bad) return A(f.of_bad);
   if constexpr (kLogits)
     return w * math::bce_logits_loss(x, y, pos_weight);
@@ -160,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (loss) store_pack(loss + packs.head + pack * Pack<T>::size, l);
     }
     counted -= __popc(bad);
-    if (f.mail && __any_sync(kAllLanes, bad)) {
+    if (__any_sync(kAllLanes, bad)) {
       const auto position = [&](int j) {
         const int64_t pack = begin + j / Pack<T>::size * kThreads + threadIdx.x;
         return packs.head + pack * Pack<T>::size + j % Pack<T>::size;
@@ -177,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       counted += !bad;
       if (loss) loss[i] = narrow<T>(each);
     }
-    if (f.mail && __any_sync(kAllLanes, bad))
+    if (__any_sync(kAllLanes, bad))
       note_bad(check, logical, bad, [&](int) { return i; }, load, tally, scratch);
   }
   tally.denominator = double(counted);
@@ -213,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       counted += !bad;
       if (e.result) e.result.store(at[kResult], each);
     }
-    if (f.mail && __any_sync(kAllLanes, bad))
+    if (__any_sync(kAllLanes, bad))
       note_bad(check, logical, bad, [&](int) { return i; }, load, tally, scratch);
   }
   tally.denominator = double(counted);
@@ -319,13 +317,12 @@ inline int64_t blocks_of_packs(int64_t n, size_t element_size) {
 }
 
 template <class T, bool kLogits>
-Error launch_bce_forward(const ElementwiseLoss& a, const View& loss, const Place& place, const Workspace& w,
-                         const MailHold& mail) {
+Error launch_bce_forward(const ElementwiseLoss& a, const View& loss, const Place& place, const Workspace& w) {
   using A = wide_t<T>;
   Elements e = elements(a);
   const View each = a.flags.reduction == Reduction::none ? loss : View{};
   e.result = operand(each);
-  Finish f = make_finish(w, mail, a.flags, a.saved, loss);
+  Finish f = make_finish(w, a.flags, a.saved, loss);
   if (!kLogits) {
     f.input_check = Check::unit_interval;
     f.watch_input = true;
@@ -347,7 +344,7 @@ Error launch_bce_forward(const ElementwiseLoss& a, const View& loss, const Place
 
 template <class T, bool kLogits>
 Error launch_bce_backward(const ElementwiseLoss& a, const View& grad, const View& out, const Place& place,
-                          const Workspace& w) {
+                          const Gpu& gpu) {
   using A = wide_t<T>;
   Elements e = elements(a);
   e.result = operand(grad);
@@ -359,10 +356,10 @@ Error launch_bce_backward(const ElementwiseLoss& a, const View& grad, const View
   const Space<kElementOperands> space(views, Order::memory);
   if (space.flat(kInput) && !a.weight && !a.pos_weight && beside(space, kTarget, a.target, a.input) &&
       (e.one_grad || beside(space, kResult, grad, a.input)) && beside(space, kOut, out, a.input))
-    return launch(bce_backward_flat<T, kLogits>, grid_for(w, blocks_of_packs(e.n, sizeof(T))), place, e);
+    return launch(bce_backward_flat<T, kLogits>, grid_for(gpu, blocks_of_packs(e.n, sizeof(T))), place, e);
   Layout<kElementOperands> layout;
   if (!make_layout(space, layout)) return kTooManyDims;
-  return launch(bce_backward_strided<A, kLogits>, grid_for(w, (e.n + kThreads - 1) / kThreads), place, e, layout);
+  return launch(bce_backward_strided<A, kLogits>, grid_for(gpu, (e.n + kThreads - 1) / kThreads), place, e, layout);
 }
 
 }  // namespace lossguard::cuda

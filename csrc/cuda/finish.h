@@ -22,8 +22,8 @@ struct Partial {
 
 // Mapped pinned host memory, written only when something is wrong.
 struct Mail {
-  uint32_t flag;  // 0: nothing here; set last
-  uint32_t unused;
+  uint32_t flag;  // 0: nothing here; set after the rest. The host clears it when it has read the rest
+  uint32_t lost;  // reports that found the flag still set
   Violations violations;
 };
 static_assert(sizeof(Violations) % sizeof(int64_t) == 0 && offsetof(Mail, violations) % sizeof(int64_t) == 0);
@@ -40,7 +40,8 @@ struct Scratch {
 
 struct Finish {
   Scratch scratch;
-  Mail* mail;          // absent: nobody wants a report
+  Mail* mail;
+  uint32_t* bell;      // likewise mapped: 1 when something lies in a mail of the device
   Operand loss;        // (): the mean or the sum; absent: every element or row has its own
   Operand tail;        // (kSavedTail)
   bool mean, strict, check_finite;
@@ -73,6 +74,7 @@ struct BlockScratch {
   Finish finish;
   bool any[kWarps];
   bool last;
+  bool full;  // the mail holds a report that nobody has read yet
 };
 
 // V: of the target's values.
@@ -105,15 +107,13 @@ template <class V>
 __device__ __forceinline__ void sum_warp(Partial p, const Finish& f, BlockScratch& s) {
   p.loss = sum_over(p.loss);
   p.denominator = sum_over(p.denominator);
-  if (f.mail) {
-    p.target.seen = sum_over(p.target.seen);
-    p.target.low = as_value(least_of(get<V>(p.target.low)));
-    p.target.high = as_value(greatest_of(get<V>(p.target.high)));
-    if (f.watch_input) {
-      p.input.seen = sum_over(p.input.seen);
-      p.input.low.d = least_of(p.input.low.d);
-      p.input.high.d = greatest_of(p.input.high.d);
-    }
+  p.target.seen = sum_over(p.target.seen);
+  p.target.low = as_value(least_of(get<V>(p.target.low)));
+  p.target.high = as_value(greatest_of(get<V>(p.target.high)));
+  if (f.watch_input) {
+    p.input.seen = sum_over(p.input.seen);
+    p.input.low.d = least_of(p.input.low.d);
+    p.input.high.d = greatest_of(p.input.high.d);
   }
   p.target_bad = __any_sync(kAllLanes, p.target_bad);
   p.input_bad = __any_sync(kAllLanes, p.input_bad);
@@ -233,22 +233,34 @@ __device__ __noinline__ void write_section(BlockScratch* s, int parts, Subject s
   __syncthreads();
 }
 
-// By the last block: the report goes to the device's copy, then to the host, its flag last of all.
+// By the last block: the report goes to the device's copy, then to the host, its flag after it, the bell last of all.
 template <class V>
 __device__ __noinline__ void send_report(BlockScratch* s, int parts) {
   const Finish& f = s->finish;
-  if (threadIdx.x == 0) f.scratch.report->count = 0;
+  volatile Mail* const mail = f.mail;
+  if (threadIdx.x == 0) {
+    f.scratch.report->count = 0;
+    s->full = mail->flag;
+  }
   __syncthreads();
-  if (s->partials[0].target_bad) write_section<V>(s, parts, Subject::target);
-  if (s->partials[0].input_bad) write_section<double>(s, parts, Subject::input);
-  const auto* from = reinterpret_cast<const int64_t*>(f.scratch.report);
-  auto* to = reinterpret_cast<volatile int64_t*>(&f.mail->violations);
-  for (unsigned i = threadIdx.x; i < sizeof(Violations) / sizeof(int64_t); i += kThreads) to[i] = from[i];
-  __threadfence_system();
-  __syncthreads();
+  if (s->full) {
+    if (threadIdx.x == 0) mail->lost = mail->lost + 1;  // launches that share a mail follow each other
+  } else {
+    if (s->partials[0].target_bad) write_section<V>(s, parts, Subject::target);
+    if (s->partials[0].input_bad) write_section<double>(s, parts, Subject::input);
+    const auto* from = reinterpret_cast<const int64_t*>(f.scratch.report);
+    auto* to = reinterpret_cast<volatile int64_t*>(&f.mail->violations);
+    for (unsigned i = threadIdx.x; i < sizeof(Violations) / sizeof(int64_t); i += kThreads) to[i] = from[i];
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence_system();
+      mail->flag = 1;
+    }
+  }
   if (threadIdx.x == 0) {
     __threadfence_system();
-    *static_cast<volatile uint32_t*>(&f.mail->flag) = 1;
+    *static_cast<volatile uint32_t*>(f.bell) = 1;
   }
 }
 
@@ -270,7 +282,7 @@ __device__ __noinline__ void conclude(BlockScratch* s, int parts) {
     f.tail.store(kCheckFinite, double(f.check_finite));
     *f.scratch.ticket = 0;
   }
-  if (f.mail && (s->partials[0].target_bad || s->partials[0].input_bad)) send_report<V>(s, parts);
+  if (s->partials[0].target_bad || s->partials[0].input_bad) send_report<V>(s, parts);
 }
 
 template <class V>

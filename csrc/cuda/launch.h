@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "calls.h"
 #include "finish.h"
 #include "layout.h"
 #include "runtime.h"
@@ -10,47 +11,40 @@ namespace lossguard::cuda {
 
 constexpr int kBlocksPerMultiprocessor = 8;
 
-// Of a stream, allocated at its first use and kept. Kernels with more blocks than `max_blocks` do not exist:
-// they walk their work in steps of the grid.
-struct Workspace {
-  Scratch scratch;
+// Kernels with more blocks than `max_blocks` do not exist: they walk their work in steps of the grid.
+struct Gpu {
   int multiprocessors;
   int max_blocks;
 };
-// Why not, in CUDA's words, or null.
-Error workspace_of(const Place& place, Workspace& out);
-
-// A piece of mailbox that one launch may write to. Absent where nobody will read it.
-class MailHold {
- public:
-  MailHold() = default;
-  MailHold(const MailHold&) = delete;
-  ~MailHold();
-  Error take(const Place& place);
-  Mail* on_device() const { return on_device_; }
-  // Waits for the stream; fills `found` if the launch sent a report.
-  Error wait(const Place& place, Violations& found);
-
- private:
-  int device_ = -1;
-  int slot_ = -1;
-  Mail* on_device_ = nullptr;
+// What a forward needs besides its tensors. The scratch memory is its stream's, allocated at the first use and kept.
+struct Workspace : Gpu {
+  Scratch scratch;
+  Mail* mail;      // the slot's, and the device's bell: as the device sees them
+  uint32_t* bell;
 };
 
-bool is_capturing(const Place& place);
+Error gpu_of(const Place& place, Gpu& gpu);
+// A slot for one launch. Afterwards, that launch is told about, or the slot given back.
+Error prepare(const Place& place, Workspace& workspace, Slot*& slot);
+Error launched(const Place& place, Slot& slot);
 Error words(int cuda_error);  // of a cudaError_t; null for success
 
-inline int grid_for(const Workspace& w, int64_t blocks) {
-  return int(std::clamp<int64_t>(blocks, 1, w.max_blocks));
-}
+#define LG_TRY(call) \
+  if (Error error = words(call)) return error
+
+inline int grid_for(const Gpu& gpu, int64_t blocks) { return int(std::clamp<int64_t>(blocks, 1, gpu.max_blocks)); }
 
 template <class... Parameters, class... Arguments>
 Error launch(void (*kernel)(Parameters...), int blocks, const Place& place, const Arguments&... arguments) {
+  if (place.capturing) {  // CUDA loads a kernel at its first launch, which may not be captured
+    cudaFuncAttributes attributes;
+    LG_TRY(LG_CUDA(cudaFuncGetAttributes, &attributes, kernel));
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(place.stream);
-  return words(cudaLaunchKernelEx(&config, kernel, arguments...));
+  return words(LG_CUDA(cudaLaunchKernelEx, &config, kernel, arguments...));
 }
 
 // f(T()) for the type of a tensor's elements.
@@ -64,16 +58,15 @@ Error by_dtype(DType dtype, const F& f) {
   }
 }
 
-// What every forward does around its launch. A captured launch reports nothing: its replays have no host to wait.
+// What every forward does around its launch.
 template <class F>
-Error forward(const Flags& flags, const Place& place, Violations& found, const F& launch) {
+Error forward(const Place& place, Slot*& slot, const F& launch) {
   Workspace workspace;
-  MailHold mail;
-  if (Error error = workspace_of(place, workspace)) return error;
-  if (flags.policy.on_violation != OnViolation::skip && !is_capturing(place))
-    if (Error error = mail.take(place)) return error;
-  if (Error error = launch(workspace, mail)) return error;
-  return mail.on_device() ? mail.wait(place, found) : nullptr;
+  if (Error error = prepare(place, workspace, slot)) return error;
+  Error error = launch(workspace);
+  if (!error) error = launched(place, *slot);
+  if (error) give_back(*slot);
+  return error;
 }
 
 // The end of `saved`.
@@ -87,10 +80,11 @@ inline Operand tail_of(const View& saved) {
 constexpr Error kTooManyDims = "more than 32 dimensions that no two of can be merged";
 
 // What is the same for every loss.
-inline Finish make_finish(const Workspace& w, const MailHold& mail, const Flags& flags, const View& saved, const View& loss) {
+inline Finish make_finish(const Workspace& w, const Flags& flags, const View& saved, const View& loss) {
   Finish f{};
   f.scratch = w.scratch;
-  f.mail = mail.on_device();
+  f.mail = w.mail;
+  f.bell = w.bell;
   if (flags.reduction != Reduction::none) f.loss = operand(loss);
   f.tail = tail_of(saved);
   f.mean = flags.reduction == Reduction::mean;

@@ -7,11 +7,11 @@
 
 namespace lossguard::cuda {
 
-Error elementwise_forward(const ElementwiseLoss&, const View& loss, const Place&, Violations& found);
+Error elementwise_forward(const ElementwiseLoss&, const View& loss, const Place&, Slot*& slot);
 Error elementwise_backward(const ElementwiseLoss&, const View& grad, const View& out, const Place&);
-Error cross_entropy_forward(const RowLoss&, const View& loss, const Place&, Violations& found);
+Error cross_entropy_forward(const RowLoss&, const View& loss, const Place&, Slot*& slot);
 Error cross_entropy_backward(const RowLoss&, const View& grad, const View& out, const Place&);
-Error nll_forward(const RowLoss&, const View& loss, const Place&, Violations& found);
+Error nll_forward(const RowLoss&, const View& loss, const Place&, Slot*& slot);
 Error nll_backward(const RowLoss&, const View& grad, const View& out, const Place&);
 
 }  // namespace lossguard::cuda

@@ -5,13 +5,13 @@
 
 namespace lossguard::cuda {
 
-Error nll_forward(const RowLoss& a, const View& loss, const Place& place, Violations& found) {
-  return forward(a.flags, place, found, [&](const Workspace& w, const MailHold& mail) {
+Error nll_forward(const RowLoss& a, const View& loss, const Place& place, Slot*& slot) {
+  return forward(place, slot, [&](const Workspace& w) {
     return by_dtype(a.input.dtype, [&](auto t) -> Error {
       using T = decltype(t);
       const RowPlan<T> plan(a, a.flags.reduction == Reduction::none ? loss : View{}, View{});
       if (!plan.fits) return kTooManyDims;
-      Finish f = make_finish(w, mail, a.flags, a.saved, loss);
+      Finish f = make_finish(w, a.flags, a.saved, loss);
       f.target_check = Check::class_index;
       f.classes = plan.rows.classes;
       f.inner = plan.rows.inner;
@@ -22,8 +22,8 @@ Error nll_forward(const RowLoss& a, const View& loss, const Place& place, Violat
 }
 
 Error nll_backward(const RowLoss& a, const View& grad, const View& out, const Place& place) {
-  Workspace w;
-  if (Error error = workspace_of(place, w)) return error;
+  Gpu gpu;
+  if (Error error = gpu_of(place, gpu)) return error;
   return by_dtype(a.input.dtype, [&](auto t) -> Error {
     using T = decltype(t);
     const RowPlan<T> plan(a, grad, out);
@@ -33,13 +33,13 @@ Error nll_backward(const RowLoss& a, const View& grad, const View& out, const Pl
     if (plan.dense_out()) {
       const int rows = int(std::clamp<int64_t>(kSpikeTile / r.classes, 1, kThreads));
       const int64_t parts = rows > 1 ? 1 : blocks_for(r.classes, kSpikeTile);
-      return launch(nll_backward_flat<T>, grid_for(w, blocks_for(r.n, rows) * parts), place, r, plan.layout, rows);
+      return launch(nll_backward_flat<T>, grid_for(gpu, blocks_for(r.n, rows) * parts), place, r, plan.layout, rows);
     }
     if constexpr (sizeof(T) < sizeof(double))
       if (plan.out_by_pixels())
         return launch(nll_backward_strided<T, Pack<T>::size>,
-                      grid_for(w, blocks_for(r.n, kThreads * Pack<T>::size)), place, r, plan.layout);
-    return launch(nll_backward_strided<T, 1>, grid_for(w, blocks_for(r.n, kThreads)), place, r, plan.layout);
+                      grid_for(gpu, blocks_for(r.n, kThreads * Pack<T>::size)), place, r, plan.layout);
+    return launch(nll_backward_strided<T, 1>, grid_for(gpu, blocks_for(r.n, kThreads)), place, r, plan.layout);
   });
 }
 

@@ -22,19 +22,17 @@ __global__ void __launch_bounds__(kThreads, 3)
       label = r.target.load_label(at[kTargetRow]);
       state = state_of(r, label);
       if (state == kSound) x = r.input.load<A>(at[kInputRow] + label * r.input_stride);
-      bad_label = watch_label(f, state, label, tally);
+      bad_label = watch_label(state, label, tally);
     }
     if (__any_sync(kAllLanes, bad_label))
       note_labels(r, logical, bad_label, position, at[kTargetRow], 0, tally, scratch);
     if (f.check_finite) {
       const Kind kind = state == kSound ? math::kind_of_nonfinite(x) : kValid;
-      if (f.mail) {
-        tally.input.seen += state == kSound;
-        if (state == kSound && kind == kValid) tally.input.widen_range(x);
-        if (__any_sync(kAllLanes, kind != kValid)) {
-          const int64_t number = kind != kValid ? logical.locate(position) * r.classes + label : 0;
-          tally.input.note(scratch.input_found[warp_id()], kind, number, double(x));
-        }
+      tally.input.seen += state == kSound;
+      if (state == kSound && kind == kValid) tally.input.widen_range(x);
+      if (__any_sync(kAllLanes, kind != kValid)) {
+        const int64_t number = kind != kValid ? logical.locate(position) * r.classes + label : 0;
+        tally.input.note(scratch.input_found[warp_id()], kind, number, double(x));
       }
       if (kind != kValid) state = kBad;
     }

@@ -45,10 +45,9 @@ __device__ __forceinline__ RowState state_of(const Rows& r, int64_t label) {
   return label == r.ignore_index ? kIgnored : math::is_class(label, r.classes) ? kSound : kBad;
 }
 
-// Accounts for a label; true if it is out of bounds and somebody wants to know.
+// Accounts for a label; true if it is out of bounds.
 template <class A>
-__device__ __forceinline__ bool watch_label(const Finish& f, RowState state, int64_t label, LabelTally<A>& tally) {
-  if (!f.mail) return false;
+__device__ __forceinline__ bool watch_label(RowState state, int64_t label, LabelTally<A>& tally) {
   tally.target.seen += state != kIgnored;
   if (state == kSound) tally.target.widen_range(label);
   return state == kBad;

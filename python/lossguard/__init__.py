@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import torch as _torch  # before _C, which needs its libraries  # noqa: F401
 
-from . import functional
+from . import distributed, functional
+from ._pending import check
 from ._policy import configure, guard, policy
+from ._stats import SiteStats, reset_stats, stats
+from ._violations import off_report, on_report
 from .errors import (
     LossValidationError,
     LossValidationWarning,
@@ -40,10 +43,17 @@ __all__ = [
     "NotValidatedWarning",
     "Report",
     "Section",
+    "SiteStats",
     "TargetOutOfBoundsError",
     "ValueOutOfRangeError",
+    "check",
     "configure",
+    "distributed",
     "functional",
     "guard",
+    "off_report",
+    "on_report",
     "policy",
+    "reset_stats",
+    "stats",
 ]

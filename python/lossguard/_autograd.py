@@ -9,7 +9,6 @@ the op is called as it is.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -18,10 +17,9 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as functorch_active
 from torch.autograd import Function, forward_ad
 
-from . import _derivatives
+from . import _C, _derivatives
 from ._ops import ops
-from ._policy import SKIP
-from .errors import LossValidationError
+from ._policy import NEEDS_GRAD, SKIP
 
 
 class Loss(NamedTuple):
@@ -53,7 +51,7 @@ def _beyond_kernels(needs: Any) -> bool:
 class _BCE(Function):
     @staticmethod
     def forward(ctx: Any, input: Any, target: Any, weight: Any, flags: int, site: int) -> Any:
-        loss, saved = _bce_forward(input, target, weight, flags, site)
+        loss, saved = _bce_forward(input, target, weight, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, saved)
         ctx.flags = flags
         return loss
@@ -71,7 +69,7 @@ class _BCE(Function):
 class _BCEWithLogits(Function):
     @staticmethod
     def forward(ctx: Any, input: Any, target: Any, weight: Any, pos_weight: Any, flags: int, site: int) -> Any:
-        loss, saved = _bce_with_logits_forward(input, target, weight, pos_weight, flags, site)
+        loss, saved = _bce_with_logits_forward(input, target, weight, pos_weight, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, pos_weight, saved)
         ctx.flags = flags
         return loss
@@ -90,7 +88,7 @@ class _BCEWithLogits(Function):
 class _NLL(Function):
     @staticmethod
     def forward(ctx: Any, input: Any, target: Any, weight: Any, ignore_index: int, flags: int, site: int) -> Any:
-        loss, saved = _nll_forward(input, target, weight, ignore_index, flags, site)
+        loss, saved = _nll_forward(input, target, weight, ignore_index, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, saved)
         ctx.constants = ignore_index, flags
         return loss
@@ -112,7 +110,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, input: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, flags: int, site: int
     ) -> Any:
-        loss, saved = _cross_entropy_forward(input, target, weight, ignore_index, smoothing, flags, site)
+        loss, saved = _cross_entropy_forward(input, target, weight, ignore_index, smoothing, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, saved)
         ctx.constants = ignore_index, smoothing, flags
         return loss
@@ -154,7 +152,7 @@ def _traceable(
     class Traced(Function):
         @staticmethod
         def forward(*args: Any) -> Any:
-            return forward_op(*args)
+            return forward_op(*args[:-2], args[-2] | NEEDS_GRAD, args[-1])
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -183,11 +181,11 @@ def _traceable(
             outputs = []
             for i in range(size):
                 sample = [t if t is None else t[i] for t in batched]
+                _C.enter_sample(i)
                 try:
                     outputs.append(Traced.apply(*sample, *args[tensors:]))
-                except LossValidationError as error:
-                    report = dataclasses.replace(error.report, vmap=(*error.report.vmap, i))
-                    raise type(error)(report) from None
+                finally:
+                    _C.leave_sample()
             return tuple(torch.stack(column) for column in zip(*outputs)), (0, 0)
 
     @torch.compiler.allow_in_graph

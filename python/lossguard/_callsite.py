@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import sys
 
 import torch
 
+from . import _C
 from .report import CallSite
 
 # Frames from here are not the caller's: this package, torch, and code that torch generates.
@@ -16,7 +18,7 @@ _INTERNAL = (_HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 _GENERATED = ("<eval_with_key>", "<string>", "<torch_package", "<frozen ", "<__array_function__")
 _DEMO = _HERE + "demo.py"  # a user of this package, although it lives in it
 
-#: Sites seen while a graph was traced; their index + 1 is baked into the graph as a constant.
+#: Sites seen while a graph was traced; the negative of their index, less 1, is baked into the graph as a constant.
 _traced: list[CallSite] = []
 
 
@@ -42,8 +44,44 @@ def here() -> CallSite | None:
 
 
 def lookup(site: int) -> CallSite | None:
-    """The call site an op was given; 0 stands for the stack as it is now."""
-    return _traced[site - 1] if 0 < site <= len(_traced) else here()
+    """The call site an op was given: above 0 of eager code (csrc/callsite.h), below 0 of traced code.
+
+    None for 0, and for ids of the process that exported a program.
+    """
+    if site > 0:
+        try:
+            return _site(*_C.describe_site(site))
+        except IndexError:
+            return None
+    return _traced[-site - 1] if -len(_traced) <= site < 0 else None
+
+
+class LossCall(Exception):
+    """Not an error of its own: shows, as the cause of one that came to light elsewhere, where its loss was called."""
+
+
+LossCall.__module__ = "lossguard"
+
+
+def cause(site: CallSite | None) -> LossCall | None:
+    """With a traceback of one entry, as if it had been raised at the call site, whose frame is long gone."""
+    if site is None:
+        return None
+    called = LossCall("the loss was called here; further down is where it came to light that it was wrong")
+    tree = ast.parse("raise called")
+    line = linecache.getline(site.file, site.line).rstrip()
+    for node in ast.walk(tree):  # on the whole line: nothing in it is to be underlined
+        if isinstance(node, (ast.stmt, ast.expr)):
+            node.lineno = node.end_lineno = site.line
+            node.col_offset, node.end_col_offset = len(line) - len(line.lstrip()), len(line.encode())
+    code = compile(tree, site.file, "exec").replace(co_name=site.function)
+    if hasattr(code, "co_qualname"):
+        code = code.replace(co_qualname=site.function)
+    try:
+        exec(code, {"called": called})
+    except LossCall as error:
+        error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None
+    return called
 
 
 @torch._dynamo.assume_constant_result
@@ -61,4 +99,7 @@ def traced_site() -> int:
         return 0
     if found not in _traced:
         _traced.append(found)
-    return _traced.index(found) + 1
+    return -1 - _traced.index(found)
+
+
+_C.set_internal(_is_internal)

@@ -2,55 +2,171 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import warnings
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from . import _callsite, errors
+from . import _callsite, _stats, errors
 from .diagnosis import likely_causes
 from .report import MAX_TEXT, CallSite, Report, Section, shorten
 
 _CHECKS = ("class_index", "unit_interval", "finite")  # csrc/report.h, Check
 _LABELS = ("-1", "-100", "255", "num_classes")  # csrc/report.h, WellKnown
 _DEVICES = {0: "cpu", 1: "cuda"}  # c10::DeviceType
-_WARN = 1  # csrc/policy.h, OnViolation
+_RAISE, _WARN = 0, 1  # csrc/policy.h, OnViolation
+_IMMEDIATELY, _DEFERRED = 1, 2  # csrc/policy.h, When
 
-# Shared by threads without a lock, which a fork could leave held: single dict and deque operations are atomic.
+# Shared by threads without a lock, which a fork could leave held: single dict, list and deque operations are atomic.
 _warned: dict[tuple[str, int, str], object] = {}
-_recent: deque[tuple[Any, ...]] = deque(maxlen=256)  # what was warned of lately
+_recent: deque[tuple[Any, ...]] = deque(maxlen=256)  # what was reported lately
+_held: list[Report] = []  # found, and not raised where that was
+_callbacks: list[Callable[[Report], Any]] = []
 
 
-def handle(found: dict[str, Any]) -> errors.LossValidationError | None:
-    """Called by the ops (csrc/module.cpp) when a check fails: the exception to throw, or None to go on."""
-    if found["on_violation"] > _WARN:
-        return None
-    report = _report(found)
-    if found["on_violation"] == _WARN:
-        _warn(report)
-        return None
-    return _exception(report)
+class _Collecting(threading.local):
+    into: list[Report] | None = None
 
 
-def _exception(report: Report) -> errors.LossValidationError:
-    kinds = [section.kind for section in report.sections]
-    if kinds[0] == "class_index":
-        return errors.TargetOutOfBoundsError(report)
-    return errors.NonFiniteError(report) if kinds[0] == "finite" else errors.ValueOutOfRangeError(report)
+_collecting = _Collecting()
+
+
+def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidationError | None:
+    """Called by the ops (csrc/module.cpp) when checks have failed: the exception to throw, or None to go on.
+
+    Args:
+        findings: one for each call that was wrong; or, of calls whose reports were lost, their number.
+        moment: csrc/raise.h, Moment: "the call" that was wrong, or where it came to light: "a call" of a loss,
+            "backward", "step", "check", "leave" a guard, "exit".
+    """
+    reports: list[Report] = []
+    lost = 0
+    for found in findings:
+        if found["on_violation"] == _RAISE:
+            lost += found["lost"]
+        if not found["sections"]:
+            continue
+        report = _report(found, moment)
+        content = _content(report)
+        if found["recomputed"] and content in _recent:
+            continue  # what checkpointing computes anew for the backward has been told of
+        _recent.append(content)
+        _stats.note(found["site"], report)
+        for callback in tuple(_callbacks):
+            callback(report)
+        if found["on_violation"] == _WARN:
+            _warn(report)
+        elif found["on_violation"] == _RAISE:
+            if _collecting.into is not None:
+                _collecting.into.append(report)
+            elif _is_to_be_held(found["when"], moment):
+                _held.append(report)
+            else:
+                reports.append(report)
+    return _exception(_take_held() + reports, moment, lost) if reports or lost else None
+
+
+def _is_to_be_held(when: int, moment: str) -> bool:
+    if when == _IMMEDIATELY or moment in ("step", "check", "exit"):
+        return False
+    # Between forward and step nothing is raised on one rank alone: the others would wait for it in a collective.
+    return when == _DEFERRED and moment == "the call" or _world_size() > 1
+
+
+def _take_held() -> list[Report]:
+    taken = []
+    while _held:
+        try:
+            taken.append(_held.pop(0))
+        except IndexError:  # another thread was faster
+            break
+    return taken
+
+
+def raise_held(moment: str) -> None:
+    if _held and not (moment == "leave" and _world_size() > 1):
+        error = _exception(_take_held(), moment)
+        if error is not None:
+            raise error
+
+
+def forget_held() -> None:
+    _held.clear()
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Report]]:
+    """Inside, what would be raised on this thread goes to a list, with what was held."""
+    outer, _collecting.into = _collecting.into, []
+    try:
+        yield _collecting.into
+        _collecting.into[:0] = _take_held()
+    finally:
+        _collecting.into = outer
+
+
+def on_report(function: Callable[[Report], Any]) -> Callable[[Report], Any]:
+    """Call ``function`` with the :class:`lossguard.Report` of every violation, whatever is done about it.
+
+    It is called once a report, when that comes to light, on the thread where it does, and before an exception
+    or warning. Returns ``function``, so it serves as a decorator; :func:`off_report` takes it back.
+    """
+    _callbacks.append(function)
+    return function
+
+
+def off_report(function: Callable[[Report], Any]) -> None:
+    """Undo :func:`on_report`. Raises ValueError if there is nothing to undo."""
+    _callbacks.remove(function)
+
+
+def exception_for(
+    reports: list[Report], lost: int = 0, notes: tuple[str, ...] = ()
+) -> errors.LossValidationError | None:
+    """One exception for all that is wrong, of the type of the first."""
+    if not reports:
+        return errors.LossValidationError(_LOST.format(lost)) if lost else None
+    if lost:
+        notes = (*notes, _LOST.format(lost))
+    kind = reports[0].kind
+    error: type[errors.LossValidationError] = errors.ValueOutOfRangeError
+    if kind == "class_index":
+        error = errors.TargetOutOfBoundsError
+    elif kind == "finite":
+        error = errors.NonFiniteError
+    return error(reports[0], reports[1:], notes)
+
+
+_LOST = "{} calls failed their checks whose reports were lost: too many were in flight at once."
+_ALONE = (
+    "raised on this rank alone, which cannot go on: the others wait for it. Call lossguard.distributed.check() before "
+    "the step, on every rank, to have all of them raise."
+)
+
+
+def _exception(reports: list[Report], moment: str, lost: int = 0) -> errors.LossValidationError | None:
+    alone = moment != "the call" and moment != "exit" and _world_size() > 1
+    error = exception_for(reports, lost, (_ALONE,) if alone else ())
+    if error is not None and moment != "the call":
+        error.__cause__ = _callsite.cause(reports[0].call_site) if reports else None
+    return error
+
+
+def _content(report: Report) -> tuple[Any, ...]:
+    return (report.loss, *((s.tensor, s.count, *s.indices, *map(str, s.values)) for s in report.sections))
 
 
 def _warn(report: Report) -> None:
     site = report.call_site or CallSite("<unknown>", 0, "?")
     key = (site.file, site.line, report.loss)
-    content = (report.loss, *((s.tensor, s.count, *s.indices, *map(str, s.values)) for s in report.sections))
-    if torch._C._current_graph_task_id() != -1 and content in _recent:
-        return  # a forward that checkpointing computes anew, called from the line of the backward
     token = object()
     if _warned.setdefault(key, token) is not token:
         return
-    _recent.append(content)
     text = shorten(str(report), MAX_TEXT - 80) + '\n  on_violation="warn": treated as ignored; said once for this line'
     try:
         warnings.warn_explicit(errors.LossValidationWarning(text, report), None, site.file, site.line)
@@ -59,7 +175,7 @@ def _warn(report: Report) -> None:
         raise
 
 
-def _report(found: dict[str, Any]) -> Report:
+def _report(found: dict[str, Any], moment: str) -> Report:
     shapes = {name: tuple(found[name][0]) for name in ("input", "target")}
     sections = [_section(s, shapes[s["subject"]], found.get("num_classes")) for s in found["sections"]]
     kind, index = found["device"]
@@ -73,7 +189,10 @@ def _report(found: dict[str, Any]) -> Report:
         num_classes=found.get("num_classes"),
         ignore_index=found["ignore_index"] if found["target"][1] in ("int64", "uint8") else None,
         rank=_rank(),
-        call_site=_callsite.lookup(found["site"]),
+        # An exported program does not know who calls it, but while it is being called the stack does.
+        call_site=_callsite.lookup(found["site"]) or (_callsite.here() if moment == "the call" else None),
+        vmap=tuple(reversed(found["samples"])),  # functorch takes the innermost first
+        captured=found["captured"],
     )
     return dataclasses.replace(report, hints=likely_causes(report))
 
@@ -114,6 +233,13 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _rank() -> int | None:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
+    return torch.distributed.get_rank() if _in_group() else None
+
+
+def _world_size() -> int:
+    return torch.distributed.get_world_size() if _in_group() else 1

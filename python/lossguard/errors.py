@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from .report import Report
+from .report import MAX_TEXT, Report, shorten
 
 __all__ = [
     "LossValidationError",
@@ -16,22 +16,39 @@ __all__ = [
     "NotValidatedWarning",
 ]
 
+_MOST_OTHERS = 5
+
 
 class LossValidationError(Exception):
     """A loss was given values it is not defined for.
 
-    ``report`` is a :class:`lossguard.Report`: what is wrong, where, and the likely cause.
+    ``report`` is a :class:`lossguard.Report`: what is wrong, where, and the likely cause. ``reports`` has it and those
+    of other calls that came to light at the same moment: on CUDA, where several may be under way.
     """
 
     report: Report
+    reports: list[Report]
 
-    def __init__(self, report: Report | str) -> None:
-        super().__init__(str(report))
+    def __init__(self, report: Report | str, others: Sequence[Report] = (), notes: Sequence[str] = ()) -> None:
         # torch rebuilds the exceptions of DataLoader workers and replicas from their text alone.
         self.report = None if isinstance(report, str) else report  # type: ignore[assignment]
+        self.reports = [] if isinstance(report, str) else [report, *others]
+        self._notes = tuple(notes)
+        super().__init__(_text([report, *others], notes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.report or str(self),)
+        if self.report is None:
+            return type(self), (str(self),)
+        return type(self), (self.report, tuple(self.reports[1:]), self._notes)
+
+
+def _text(reports: Sequence[Report | str], notes: Sequence[str]) -> str:
+    """Of the first as much as there is room for, of the others what fits on two lines."""
+    others = [f"and: {report.headline()}" for report in reports[1:] if not isinstance(report, str)]
+    if len(others) > _MOST_OTHERS:
+        others[_MOST_OTHERS:] = [f"and {len(others) - _MOST_OTHERS} calls more, in the exception's `reports`"]
+    tail = "".join(f"\n{shorten(line, 400)}" for line in (*others, *notes))
+    return shorten(str(reports[0]), MAX_TEXT - 1 - len(tail)) + tail
 
 
 class TargetOutOfBoundsError(LossValidationError, IndexError):

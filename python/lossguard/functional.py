@@ -1,11 +1,12 @@
 """The four losses with the signatures of :mod:`torch.nn.functional`, checked while they are computed.
 
-Every function takes three keyword-only arguments more. Left None, they follow ``lossguard.guard`` and
+Every function takes four keyword-only arguments more. Left None, they follow ``lossguard.guard`` and
 ``lossguard.configure``:
 
 * ``strict``: also check what native torch does not check on the CPU;
 * ``check_finite``: also check that logits and log-probabilities are finite;
-* ``on_violation``: ``"raise"``, ``"warn"`` or ``"skip"``.
+* ``on_violation``: ``"raise"``, ``"warn"`` or ``"skip"``;
+* ``when``: ``"immediately"`` or ``"deferred"``.
 
 They raise :class:`lossguard.TargetOutOfBoundsError` (an IndexError) for a class index outside
 ``[0, C)``, :class:`lossguard.ValueOutOfRangeError` (a RuntimeError) for a probability outside [0, 1],
@@ -32,9 +33,11 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _autograd, _callsite, _native
 from ._C import build_info as _build_info
+from ._C import call_site as _call_site
+from ._C import count_call as _count_call
 from ._C import effective_policy as _effective_policy
 from ._ops import Unsupported
-from ._policy import _REDUCTIONS, FLOAT_LOSS, OnViolation, explicit_flags, reduction_flags
+from ._policy import _REDUCTIONS, FLOAT_LOSS, RECOMPUTED, OnViolation, When, explicit_flags, reduction_flags
 from .errors import LossValidationError
 
 __all__ = ["binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "nll_loss"]
@@ -48,6 +51,8 @@ _WIDE = (torch.float32, torch.float64)
 _FEW = 4096  # elements: up to here native NLL, one C++ node, beats any Function written in Python
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda", "meta") if _build_info()["cuda"] else ("cpu", "meta")
+# Where kernels run later than they are called: here for CPU tensors too (tests/cuda_emulator).
+_LATE = _build_info().get("emulated", False)
 _NO_WEIGHT_GRADIENT = "weights have no gradient"
 
 
@@ -62,6 +67,7 @@ def binary_cross_entropy(
     strict: Optional[bool] = None,
     check_finite: Optional[bool] = None,
     on_violation: Optional[OnViolation] = None,
+    when: Optional[When] = None,
 ) -> Tensor:
     """Binary cross-entropy of probabilities, as :func:`torch.nn.functional.binary_cross_entropy`.
 
@@ -84,7 +90,7 @@ def binary_cross_entropy(
             F.binary_cross_entropy,
             dict(input=input, target=target, weight=weight),
             dict(size_average=size_average, reduce=reduce, reduction=reduction),
-            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when),
         )
     flags = _REDUCTIONS.get(reduction)
     if (
@@ -94,16 +100,20 @@ def binary_cross_entropy(
         or strict is not None
         or check_finite is not None
         or on_violation is not None
+        or when is not None
     ):
-        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation, when)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_BCE, (input, target, weight), (), flags)
     try:
+        site = _call_site()
+        if _LATE or input.is_cuda:
+            flags = _late(flags)
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad:
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.bce.eager(input, target, weight, flags, 0)
-        return _autograd.bce.forward(input, target, weight, flags, 0)[0]
+            return _autograd.bce.eager(input, target, weight, flags, site)
+        return _autograd.bce.forward(input, target, weight, flags, site)[0]
     except LossValidationError:
         raise
     except _REFUSED as refusal:
@@ -122,6 +132,7 @@ def binary_cross_entropy_with_logits(
     strict: Optional[bool] = None,
     check_finite: Optional[bool] = None,
     on_violation: Optional[OnViolation] = None,
+    when: Optional[When] = None,
 ) -> Tensor:
     """Binary cross-entropy of logits, as :func:`torch.nn.functional.binary_cross_entropy_with_logits`.
 
@@ -149,7 +160,7 @@ def binary_cross_entropy_with_logits(
             F.binary_cross_entropy_with_logits,
             dict(input=input, target=target, weight=weight, pos_weight=pos_weight),
             dict(size_average=size_average, reduce=reduce, reduction=reduction),
-            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when),
         )
     flags = _REDUCTIONS.get(reduction)
     if (
@@ -159,18 +170,22 @@ def binary_cross_entropy_with_logits(
         or strict is not None
         or check_finite is not None
         or on_violation is not None
+        or when is not None
     ):
-        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation, when)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags)
     try:
+        site = _call_site()
+        if _LATE or input.is_cuda:
+            flags = _late(flags)
         if _is_grad_enabled() and (
             input.requires_grad or target.requires_grad or weight is not None or pos_weight is not None
         ):
             if (weight is not None and weight.requires_grad) or (pos_weight is not None and pos_weight.requires_grad):
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, 0)
-        return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, 0)[0]
+            return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, site)
+        return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, site)[0]
     except LossValidationError:
         raise
     except _REFUSED as refusal:
@@ -189,6 +204,7 @@ def nll_loss(
     strict: Optional[bool] = None,
     check_finite: Optional[bool] = None,
     on_violation: Optional[OnViolation] = None,
+    when: Optional[When] = None,
 ) -> Tensor:
     """Negative log-likelihood, as :func:`torch.nn.functional.nll_loss`.
 
@@ -213,7 +229,7 @@ def nll_loss(
             F.nll_loss,
             dict(input=input, target=target, weight=weight),
             dict(size_average=size_average, ignore_index=ignore_index, reduce=reduce, reduction=reduction),
-            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when),
         )
     flags = _REDUCTIONS.get(reduction)
     if (
@@ -223,11 +239,15 @@ def nll_loss(
         or strict is not None
         or check_finite is not None
         or on_violation is not None
+        or when is not None
     ):
-        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation, when)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_NLL, (input, target, weight), (ignore_index,), flags)
     try:
+        site = _call_site()
+        if _LATE or input.is_cuda:
+            flags = _late(flags)
         # Native NLL checks labels in its own pass; its error becomes our report. Left to it are dtypes wide
         # enough to sum in, where the policy is to raise and takes no interest in infinities.
         if (
@@ -235,17 +255,19 @@ def nll_loss(
             and input.dim() == 2
             and input.dtype in _WIDE
             and input.is_cpu
-            and _effective_policy(flags) & ~1 == 0
+            and _effective_policy(flags) & 0b1110 == 0
         ):
             try:
-                return _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]
+                loss = _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]
+                _count_call(site, target.numel())
+                return loss
             except (IndexError, RuntimeError, ValueError):
                 pass  # to be reported, or refused, below
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad:
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.nll.eager(input, target, weight, ignore_index, flags, 0)
-        return _autograd.nll.forward(input, target, weight, ignore_index, flags, 0)[0]
+            return _autograd.nll.eager(input, target, weight, ignore_index, flags, site)
+        return _autograd.nll.forward(input, target, weight, ignore_index, flags, site)[0]
     except LossValidationError:
         raise
     except _REFUSED as refusal:
@@ -265,6 +287,7 @@ def cross_entropy(
     strict: Optional[bool] = None,
     check_finite: Optional[bool] = None,
     on_violation: Optional[OnViolation] = None,
+    when: Optional[When] = None,
 ) -> Tensor:
     """Cross-entropy of logits, as :func:`torch.nn.functional.cross_entropy`.
 
@@ -302,7 +325,7 @@ def cross_entropy(
                 reduction=reduction,
                 label_smoothing=label_smoothing,
             ),
-            dict(strict=strict, check_finite=check_finite, on_violation=on_violation),
+            dict(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when),
         )
     flags = _REDUCTIONS.get(reduction)
     if (
@@ -312,18 +335,22 @@ def cross_entropy(
         or strict is not None
         or check_finite is not None
         or on_violation is not None
+        or when is not None
     ):
-        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation)
+        flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation, when)
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags)
     try:
+        site = _call_site()
+        if _LATE or input.is_cuda:
+            flags = _late(flags)
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad and not target.is_floating_point():
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, 0)
-        return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, 0)[0]
+            return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, site)
+        return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, site)[0]
     except LossValidationError:
         raise
     except _REFUSED as refusal:
@@ -364,10 +391,11 @@ def _flags(
     strict: Optional[bool],
     check_finite: Optional[bool],
     on_violation: Optional[str],
+    when: Optional[str],
 ) -> int:
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)  # with torch's deprecation warning
-    return reduction_flags(reduction) | explicit_flags(strict, check_finite, on_violation)
+    return reduction_flags(reduction) | explicit_flags(strict, check_finite, on_violation, when)
 
 
 @torch._dynamo.assume_constant_result
@@ -418,10 +446,15 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
 
 
 def _site() -> int:
-    """The line being traced; 0 in what may run in another process, where ids of this one mean nothing."""
-    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-        return _callsite.traced_site()
-    return 0
+    """The line that calls, or is traced; 0 in what may run in another process, where ids of this one mean nothing."""
+    if torch.compiler.is_exporting():
+        return 0
+    return _callsite.traced_site() if torch.compiler.is_dynamo_compiling() else _call_site()
+
+
+def _late(flags: int) -> int:
+    """Inside a backward, checkpointing computes a forward anew: not to be reported twice."""
+    return flags if torch._C._current_graph_task_id() == -1 else flags | RECOMPUTED
 
 
 def _autocast(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> tuple[tuple[Any, ...], int]:
@@ -513,9 +546,11 @@ def _like_native(loss: _Loss, target: Tensor, result: Tensor) -> Tensor:
 
 
 def _eager(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Tensor:
+    if _LATE or tensors[0].is_cuda:
+        flags = _late(flags)
     if _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return loss.loss.eager(*tensors, *constants, flags, 0)
-    return loss.loss.forward(*tensors, *constants, flags, 0)[0]
+        return loss.loss.eager(*tensors, *constants, flags, _call_site())
+    return loss.loss.forward(*tensors, *constants, flags, _call_site())[0]
 
 
 def _has_gradless_weight(loss: _Loss, tensors: tuple[Any, ...]) -> bool:

@@ -10,29 +10,36 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._policy import OnViolation, _check
+from ._policy import OnViolation, When, _check
 
 __all__ = ["BCELoss", "BCEWithLogitsLoss", "CrossEntropyLoss", "NLLLoss"]
 
 
 class _Policy(torch.nn.Module):
-    """What is checked and what a violation does; None follows `guard` and `configure`."""
+    """What is checked, what a violation does and when; None follows `guard` and `configure`."""
 
     # Class attributes, so that modules pickled by torch.nn or an earlier version have them too.
     strict: Optional[bool] = None
     check_finite: Optional[bool] = None
     on_violation: Optional[OnViolation] = None
+    when: Optional[When] = None
 
     def _set_policy(
-        self, strict: Optional[bool], check_finite: Optional[bool], on_violation: Optional[OnViolation]
+        self,
+        strict: Optional[bool],
+        check_finite: Optional[bool],
+        on_violation: Optional[OnViolation],
+        when: Optional[When],
     ) -> None:
-        _check(strict, check_finite, on_violation)
+        _check(strict, check_finite, on_violation, when)
         if strict is not None:
             self.strict = strict
         if check_finite is not None:
             self.check_finite = check_finite
         if on_violation is not None:
             self.on_violation = on_violation
+        if when is not None:
+            self.when = when
 
 
 class BCELoss(_Policy, torch.nn.BCELoss):
@@ -48,9 +55,10 @@ class BCELoss(_Policy, torch.nn.BCELoss):
         strict: Optional[bool] = None,
         check_finite: Optional[bool] = None,
         on_violation: Optional[OnViolation] = None,
+        when: Optional[When] = None,
     ) -> None:
         torch.nn.BCELoss.__init__(self, weight, size_average, reduce, reduction)
-        self._set_policy(strict, check_finite, on_violation)
+        self._set_policy(strict, check_finite, on_violation, when)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.binary_cross_entropy(
@@ -61,6 +69,7 @@ class BCELoss(_Policy, torch.nn.BCELoss):
             strict=self.strict,
             check_finite=self.check_finite,
             on_violation=self.on_violation,
+            when=self.when,
         )
 
 
@@ -79,9 +88,10 @@ class BCEWithLogitsLoss(_Policy, torch.nn.BCEWithLogitsLoss):
         strict: Optional[bool] = None,
         check_finite: Optional[bool] = None,
         on_violation: Optional[OnViolation] = None,
+        when: Optional[When] = None,
     ) -> None:
         torch.nn.BCEWithLogitsLoss.__init__(self, weight, size_average, reduce, reduction, pos_weight)
-        self._set_policy(strict, check_finite, on_violation)
+        self._set_policy(strict, check_finite, on_violation, when)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(
@@ -93,6 +103,7 @@ class BCEWithLogitsLoss(_Policy, torch.nn.BCEWithLogitsLoss):
             strict=self.strict,
             check_finite=self.check_finite,
             on_violation=self.on_violation,
+            when=self.when,
         )
 
 
@@ -110,9 +121,10 @@ class NLLLoss(_Policy, torch.nn.NLLLoss):
         strict: Optional[bool] = None,
         check_finite: Optional[bool] = None,
         on_violation: Optional[OnViolation] = None,
+        when: Optional[When] = None,
     ) -> None:
         torch.nn.NLLLoss.__init__(self, weight, size_average, ignore_index, reduce, reduction)
-        self._set_policy(strict, check_finite, on_violation)
+        self._set_policy(strict, check_finite, on_violation, when)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.nll_loss(
@@ -124,6 +136,7 @@ class NLLLoss(_Policy, torch.nn.NLLLoss):
             strict=self.strict,
             check_finite=self.check_finite,
             on_violation=self.on_violation,
+            when=self.when,
         )
 
 
@@ -142,9 +155,10 @@ class CrossEntropyLoss(_Policy, torch.nn.CrossEntropyLoss):
         strict: Optional[bool] = None,
         check_finite: Optional[bool] = None,
         on_violation: Optional[OnViolation] = None,
+        when: Optional[When] = None,
     ) -> None:
         torch.nn.CrossEntropyLoss.__init__(self, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        self._set_policy(strict, check_finite, on_violation)
+        self._set_policy(strict, check_finite, on_violation, when)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(
@@ -157,4 +171,5 @@ class CrossEntropyLoss(_Policy, torch.nn.CrossEntropyLoss):
             strict=self.strict,
             check_finite=self.check_finite,
             on_violation=self.on_violation,
+            when=self.when,
         )

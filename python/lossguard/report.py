@@ -24,8 +24,11 @@ class CallSite:
     function: str
     source: str = ""
 
+    def short(self) -> str:
+        return f"{shorten(_relative(self.file), _MAX_PATH, keep='end')}:{self.line}"
+
     def __str__(self) -> str:
-        where = f"{shorten(_relative(self.file), _MAX_PATH, keep='end')}:{self.line} in {self.function}"
+        where = f"{self.short()} in {self.function}"
         return f"{where}: {shorten(self.source, _MAX_SOURCE)}" if self.source else where
 
 
@@ -67,6 +70,7 @@ class Report:
     call_site: CallSite | None = None
     vmap: tuple[int, ...] = ()  #: the sample of each `torch.func.vmap` around the call; the rest is of that sample
     hints: list[str] = field(default_factory=list)  #: likely causes, the likeliest first
+    captured: bool = False  #: of a replay of a CUDA graph: the call site is where it was captured
 
     # The leading section, which most callers want.
 
@@ -110,9 +114,20 @@ class Report:
         if self.vmap:
             lines.append(f"  inside vmap, in its sample {', '.join(map(str, self.vmap))}")
         if self.call_site is not None:
-            lines.append(f"  called at {self.call_site}")
+            lines.append(f"  {self._called()}")
         lines += [f"  {'likely cause' if number == 0 else 'or'}: {hint}" for number, hint in enumerate(self.hints)]
         return shorten("\n".join(lines), MAX_TEXT - 1)
+
+    def _called(self) -> str:
+        return f"{'captured' if self.captured else 'called'} at {self.call_site}"
+
+    def headline(self) -> str:
+        """The first line, the first offender and the call site, on two lines."""
+        section = self.sections[0]
+        first = f"the first at {_index(section.indices[0])}"
+        where = f"{first}; rank {self.rank}" if self.rank is not None else first
+        line = f"{self._section_lines(section, leading=True)[0]} {where}"
+        return line if self.call_site is None else f"{line}\n  {self._called()}"
 
     def _section_lines(self, section: Section, leading: bool) -> list[str]:
         dtype = self.dtypes[section.tensor]

@@ -167,6 +167,13 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
   return cuda_emulator::set_function_attribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
 
+struct cudaFuncAttributes {};  // asked for to have a kernel loaded
+
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
+  return cudaSuccess;
+}
+
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel* kernel, int threads_per_block,
                                                           size_t dynamic_shared) {

@@ -1,0 +1,118 @@
+"""What CUDA losses have yet to say, and the moments at which it is asked for: before a step above all.
+
+Launches whose kernels may still run are kept in csrc/pending.h. What was found but must not be raised where it was,
+because other ranks would wait for this one, is held back by `_violations`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import _C, _violations
+
+__all__ = ["before_step", "check"]
+
+_CUDA = hasattr(_C, "pending")
+_pending: Callable[[], int] = _C.pending if _CUDA else lambda: 0
+
+
+def check(wait: bool = True) -> None:
+    """Raise what the losses of any thread, stream and device have found and not said yet.
+
+    Args:
+        wait: until every loss computed so far is known to be right or wrong. Otherwise only what is known now.
+
+    Raises:
+        LossValidationError: as at the call, see :mod:`lossguard.functional`.
+    """
+    if _pending():
+        _C.wait_for_all(False) if wait else _C.look()
+    _violations.raise_held("check")
+
+
+def wait_for_own() -> None:
+    """At the end of a `guard`."""
+    if _pending():
+        _C.wait_for_own()
+    _violations.raise_held("leave")
+
+
+def before_step() -> None:
+    """Before anything changes that cannot be changed back: weights, momentum, a scaler's state."""
+    if _pending():
+        _C.wait_before_step()
+    _violations.raise_held("step")
+
+
+# ---- optimizers and scalers
+
+
+@torch.compiler.disable
+def _before_optimizer_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    before_step()
+    # The loss of a closure is computed, and its gradients used, within the step.
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _checked(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _checked(args[1]), *args[2:]), kwargs
+    return None
+
+
+def _checked(closure: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(closure, updated=())
+    def checked() -> Any:
+        loss = closure()
+        before_step()
+        return loss
+
+    return checked
+
+
+def _check_before(scaler: type, name: str) -> None:
+    """A scaler notes what it has unscaled: an error after that would have the next step use gradients still scaled."""
+    original = scaler.__dict__[name]
+
+    @functools.wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before_step()
+        return original(self, *args, **kwargs)
+
+    setattr(scaler, name, checked)
+
+
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before_optimizer_step)
+    _check_before(torch.amp.GradScaler, "unscale_")
+    _check_before(torch.amp.GradScaler, "step")
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        _check_before(ShardedGradScaler, "unscale_")
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_violations.forget_held)
+
+
+def _at_exit() -> None:
+    """Nobody is left to catch it: say it, and leave the exit status alone."""
+    found: list[Exception] = []
+    for ask in ((lambda: _C.wait_for_all(True)) if _pending() else None, lambda: _violations.raise_held("exit")):
+        try:
+            if ask is not None:
+                ask()
+        except Exception as error:  # or the device is gone
+            found.append(error)
+    for late in found:
+        print(f"lossguard: found as the program ended, after its last step or check:\n{late}", file=sys.stderr)
+
+
+_install()
