@@ -6,7 +6,9 @@
 #include "policy.h"
 #include "pending.h"
 #include "stats.h"
+#if defined(LOSSGUARD_WITH_CUDA)
 #include "torch_stream.h"
+#endif
 
 namespace py = pybind11;
 

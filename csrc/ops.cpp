@@ -166,10 +166,7 @@ class OnCuda {
   explicit OnCuda(const Tensor&) : place_(emulated_place) {}
   static bool has(const Tensor&) { return true; }
 #else
-  explicit OnCuda(const Tensor& t)
-      : guard_(t.get_device_index()), place_{t.get_device_index(), current_stream(t.get_device_index())} {
-    place_.capturing = cuda::is_capturing(place_);
-  }
+  explicit OnCuda(const Tensor& t) : guard_(t.get_device_index()), place_(current_place(t.get_device_index())) {}
   static bool has(const Tensor& t) { return t.is_cuda(); }
 #endif
   // What the forward that is launched next works in, if that is to be the graph's: torch allocates it in the graph's pool.

@@ -56,8 +56,10 @@ struct State {
   std::deque<Launch> launches;           // about in the order in which they were made
   std::map<cuda::Slot*, Launch> shared;  // the last of each: captured ones, and those beyond the last slot
   std::vector<Found> found;
+  std::vector<Found> told;  // to another thread than the one that launched it, which may be about to step on it
 };
 State* state = new State;
+constexpr size_t kMostTold = 64;
 
 // The child of a fork begins anew: none of the parent's launches is its own.
 void after_fork() {
@@ -73,7 +75,9 @@ bool concerns_us(const Owner& owner, Moment moment) {
   return !owner.alone && (!other.steps || moment == Moment::check || moment == Moment::exit);
 }
 
-void update_count(State& s) { count = int64_t(s.launches.size() + s.shared.size() + s.found.size()); }
+void update_count(State& s) {
+  count = int64_t(s.launches.size() + s.shared.size() + s.found.size() + s.told.size());
+}
 
 // Looks into the mail of every launch. Those that had something to say leave the list, and those that are over, where
 // `query` has CUDA asked whether they are.
@@ -104,9 +108,16 @@ std::vector<Finding> take(State& s, Moment moment) {
   std::vector<Finding> ours;
   std::erase_if(s.found, [&](Found& f) {
     if (!concerns_us(f.owner, moment)) return false;
-    ours.push_back(std::move(f.finding));
+    ours.push_back(f.finding);
+    if (f.owner.thread != this_thread()) s.told.push_back(std::move(f));
     return true;
   });
+  std::erase_if(s.told, [&](Found& f) {
+    const bool stepped_on = moment == Moment::step && f.owner.thread == this_thread();
+    if (stepped_on) ours.push_back(std::move(f.finding));
+    return stepped_on || !f.owner.thread->alive;
+  });
+  if (s.told.size() > kMostTold) s.told.erase(s.told.begin());
   update_count(s);
   return ours;
 }
@@ -158,6 +169,7 @@ void wait(Until until, Moment moment) {
   };
   std::vector<cuda::Slot*> slots;
   std::set<std::pair<int, void*>> streams;
+  bool capturing = false;
   std::map<std::pair<int, void*>, cuda::Place> captured;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
@@ -166,21 +178,25 @@ void wait(Until until, Moment moment) {
       slots.push_back(l.slot);
       streams.insert({l.place.device, l.place.stream});
     };
-    for (const Launch& l : s.launches) note(l);
+    for (const Launch& l : s.launches) {
+      note(l);
+      capturing = capturing || current_place(l.place.device).capturing;
+    }
     for (const auto& [slot, l] : s.shared) {
       note(l);
       if (!l.place.capturing) continue;
       // A replay is in the stream that is current now, or one that this waits for.
-      const cuda::Place now{l.place.device, current_stream(l.place.device)};
-      captured.insert_or_assign({now.device, now.stream}, now);
+      const cuda::Place now = current_place(l.place.device);
+      if (!now.capturing) captured.insert_or_assign({now.device, now.stream}, now);
     }
   }
+  if (capturing) return;  // a step that is recorded: what it waits for would be recorded with it
   // Without the lock: others go on launching. A slot that is in use again by then is waited for a little longer.
   // The youngest first: when it is over, the others of its stream are, and need no wait.
   cuda::Error error = nullptr;
   for (auto slot = slots.rbegin(); slot != slots.rend() && !error; ++slot) error = cuda::wait(**slot);
   for (const auto& [stream, place] : captured)
-    if (!error && !cuda::is_capturing(place)) error = cuda::drain(place);
+    if (!error) error = cuda::drain(place);
   std::vector<Finding> ours;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);

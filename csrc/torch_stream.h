@@ -1,15 +1,17 @@
-// The CUDA stream that torch launches on.
+// Where torch launches CUDA kernels now.
 #pragma once
 #include <cstdint>
 
-#if defined(LOSSGUARD_EMULATED)
 #include "cuda/runtime.h"
+
+#if defined(LOSSGUARD_EMULATED)
 
 namespace lossguard {
 // What tests/cuda_emulator runs CPU tensors on, in this thread.
 inline thread_local cuda::Place emulated_place{0, nullptr};
-inline void* current_stream(int device) {
-  return device == emulated_place.device ? emulated_place.stream : nullptr;
+
+inline cuda::Place current_place(int device) {
+  return device == emulated_place.device ? emulated_place : cuda::Place{device, nullptr};
 }
 }  // namespace lossguard
 
@@ -19,10 +21,11 @@ inline void* current_stream(int device) {
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace lossguard {
-inline void* current_stream(int device) {
-  void* stream = nullptr;
-  if (aoti_torch_get_current_cuda_stream) aoti_torch_get_current_cuda_stream(device, &stream);
-  return stream;
+inline cuda::Place current_place(int device) {
+  cuda::Place place{device, nullptr};
+  if (aoti_torch_get_current_cuda_stream) aoti_torch_get_current_cuda_stream(device, &place.stream);
+  place.capturing = cuda::is_capturing(place);
+  return place;
 }
 }  // namespace lossguard
 #endif

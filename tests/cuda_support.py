@@ -47,12 +47,19 @@ class Emulator:
         self._library = ctypes.CDLL(_C.__file__)
         self._library.lossguard_emulator_log.restype = ctypes.c_char_p
         self._library.lossguard_emulator_set_schedule.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
+        self._library.lossguard_emulator_create_stream.restype = ctypes.c_size_t
 
     def set_schedule(self, name: str, seed: int = 1) -> None:
         self._library.lossguard_emulator_set_schedule(name.encode(), seed)
 
     def set_driver_version(self, version: int) -> None:
         self._library.lossguard_emulator_set_driver_version(version)
+
+    def hold_events(self, hold: bool) -> None:
+        self._library.lossguard_emulator_hold_events(int(hold))
+
+    def create_stream(self, device: int) -> int:
+        return self._library.lossguard_emulator_create_stream(device)
 
     def launches(self) -> list[Launch]:
         """Since the last call."""

@@ -56,13 +56,17 @@ constexpr Error kForked =
 
 void after_fork() { forked = true; }
 
-// Allocations are legal while another of the process's streams records a graph.
+// While a stream of the process records a graph, many calls are legal only so, even those that touch no stream.
 class RelaxedCapture {
  public:
-  RelaxedCapture() { LG_CUDA(cudaThreadExchangeStreamCaptureMode, &mode_); }
-  ~RelaxedCapture() { LG_CUDA(cudaThreadExchangeStreamCaptureMode, &mode_); }
+  explicit RelaxedCapture(bool needed = true) : needed_(needed) { exchange(); }
+  ~RelaxedCapture() { exchange(); }
 
  private:
+  void exchange() {
+    if (needed_) LG_CUDA(cudaThreadExchangeStreamCaptureMode, &mode_);
+  }
+  bool needed_;
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
@@ -127,7 +131,7 @@ struct Parts {
 };
 
 Error add_slots(Device& d, int device, int count) {
-  Mail *on_host, *on_device;
+  Mail *on_host = nullptr, *on_device = nullptr;
   if (Error error = map(size_t(count), on_host, on_device)) return error;
   for (int i = 0; i < count; ++i) {
     Slot slot{device, on_host + i, on_device + i};
@@ -280,6 +284,7 @@ bool bell_rang() {
 }
 
 Answer ask(Slot& slot, bool query, Violations& found, int64_t& lost) {
+  const RelaxedCapture relaxed(query);
   const bool over = query && LG_CUDA(cudaEventQuery, slot.event) != cudaErrorNotReady;  // after an error nothing comes
   if (__atomic_load_n(&slot.on_host->flag, __ATOMIC_ACQUIRE)) {
     found = slot.on_host->violations;
@@ -294,6 +299,7 @@ Answer ask(Slot& slot, bool query, Violations& found, int64_t& lost) {
 
 Error wait(const Slot& slot) {
   if (forked) return kForked;
+  const RelaxedCapture relaxed;
   if (LG_CUDA(cudaEventQuery, slot.event) == cudaSuccess) return nullptr;
   return words(LG_CUDA(cudaEventSynchronize, slot.event));
 }

@@ -18,7 +18,7 @@ void set_devices(int count, int multiprocessors);
 void set_driver_version(int version);
 
 // While held, events recorded since are not complete: a query says so, a wait for one lets it and what came before it
-// in its stream complete. Completion publishes what kernels wrote to mapped memory.
+// in its stream complete. Completion publishes what kernels wrote to mapped memory; to hold no longer completes all.
 void hold_events(bool hold);
 
 // Off (the default), work runs within the call that enqueues it. On, it runs when the host waits or asks, in an order
@@ -55,6 +55,7 @@ EMULATOR_VISIBLE void lossguard_emulator_set_devices(int count, int multiprocess
 EMULATOR_VISIBLE void lossguard_emulator_set_driver_version(int version);
 EMULATOR_VISIBLE void lossguard_emulator_hold_events(int hold);
 EMULATOR_VISIBLE void lossguard_emulator_set_late_execution(int late);
+EMULATOR_VISIBLE void* lossguard_emulator_create_stream(int device);
 // Lines of text: kernel, blocks, threads, with tabs between. Valid until the calling thread's next call.
 EMULATOR_VISIBLE const char* lossguard_emulator_log();
 EMULATOR_VISIBLE void lossguard_emulator_clear_log();

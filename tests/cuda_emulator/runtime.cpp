@@ -297,6 +297,7 @@ void hold_events(bool hold) {
   const Call call;
   let_all_complete();
   runtime.holds_events = hold;
+  if (!hold && !settings.late) publish_mapped_memory(pending_writes());  // all kernels have run
 }
 
 void set_late_execution(bool late) {
@@ -631,3 +632,12 @@ void lossguard_emulator_set_devices(int count, int multiprocessors) { set_device
 void lossguard_emulator_set_driver_version(int version) { set_driver_version(version); }
 void lossguard_emulator_hold_events(int hold) { hold_events(hold); }
 void lossguard_emulator_set_late_execution(int late) { set_late_execution(late); }
+void* lossguard_emulator_create_stream(int device) {
+  int before;
+  cudaStream_t stream = nullptr;
+  cudaGetDevice(&before);
+  cudaSetDevice(device);
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  cudaSetDevice(before);
+  return stream;
+}
