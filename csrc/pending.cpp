@@ -157,11 +157,15 @@ void look(Moment moment) {
   tell(ours, moment);
 }
 
+bool any_at_step() {
+  this_thread()->steps.store(true, std::memory_order_relaxed);
+  return count.load(std::memory_order_relaxed);
+}
+
 void wait(Until until, Moment moment) {
   if (!count.load(std::memory_order_relaxed)) return;
   State& s = *state;
   const std::shared_ptr<Thread>& self = this_thread();
-  if (moment == Moment::step) self->steps = true;
   const auto awaited = [&](const Launch& l) {
     if (until == Until::all) return true;
     if (until == Until::own) return l.owner.thread == self;

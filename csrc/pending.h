@@ -26,6 +26,8 @@ enum class Until {
   own,           // this thread's
   all,
 };
+// Whether there is anything to wait for before this thread steps an optimizer, which it will be known to do.
+bool any_at_step();
 // Waits for those launches, then as poll.
 void wait(Until, Moment);
 

@@ -22,6 +22,7 @@ __all__ = ["before_step", "check"]
 
 _CUDA = hasattr(_C, "pending")
 _pending: Callable[[], int] = _C.pending if _CUDA else lambda: 0
+_any_at_step: Callable[[], bool] = _C.any_at_step if _CUDA else lambda: False
 
 
 def check(wait: bool = True) -> None:
@@ -47,7 +48,7 @@ def wait_for_own() -> None:
 
 def before_step() -> None:
     """Before anything changes that cannot be changed back: weights, momentum, a scaler's state."""
-    if _pending():
+    if _any_at_step():
         _C.wait_before_step()
     _violations.raise_held("step")
 
