@@ -143,10 +143,12 @@ PYBIND11_MODULE(_C, m) {
     return d;
   });
   m.def("count_call", [](int64_t site, int64_t elements) { stats::count(site, "NLLLoss", elements); });
+  m.def("count_bad", &stats::count_bad);
   m.def("call_counts", [] {
     py::dict d;
     for (const auto& [key, c] : stats::counts())
-      d[py::make_tuple(key.first, key.second)] = py::make_tuple(c.calls, c.elements);
+      d[py::make_tuple(key.first, key.second)] =
+          py::make_tuple(c.calls, c.elements, c.bad_calls, c.violations, c.last_bad);
     return d;
   });
   m.def("reset_call_counts", &stats::reset);

@@ -26,7 +26,7 @@ Flags decode(int64_t flags) {
   if (strict) f.policy.strict = strict == 2;
   if (finite) f.policy.check_finite = finite == 2;
   if (action) f.policy.on_violation = OnViolation(action - 1);
-  if (when) f.policy.when = When(when);
+  if (when) f.policy.when = When(when % 3);
   return f;
 }
 

@@ -10,14 +10,14 @@ namespace lossguard {
 
 enum class Reduction : int32_t { none, mean, sum };
 enum class OnViolation : int32_t { raise, warn, skip };
-// by_device: immediately on the CPU, where the answer is at hand; deferred on CUDA, where it would have to be waited for.
-enum class When : int32_t { by_device, immediately, deferred };
+// automatic: immediately on the CPU, where the answer is at hand; deferred on CUDA, where it would have to be waited for.
+enum class When : int32_t { automatic, immediately, deferred };
 
 struct Policy {
   bool strict = true;         // also check what native CPU does not
   bool check_finite = false;  // also check logits and log-probabilities
   OnViolation on_violation = OnViolation::raise;
-  When when = When::by_device;
+  When when = When::automatic;
 
   // Bits 0, 1, 2-3 and 4-5; python/lossguard/_policy.py packs the same way.
   int32_t pack() const {
@@ -29,7 +29,7 @@ struct Policy {
 };
 
 // Bits of `flags`: 0-1 reduction, 2 float32 loss for half inputs (autocast), then per policy field a
-// value that is 0 where the caller said nothing: 3-4 strict, 5-6 check_finite, 7-8 on_violation, 9-10 when;
+// value that is 0 where the caller said nothing: 3-4 strict, 5-6 check_finite, 7-8 on_violation, 9-10 when (3: automatic);
 // 11 a gradient may be asked for, 12 a forward that a backward computes anew.
 struct Flags {
   Reduction reduction;

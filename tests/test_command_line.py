@@ -109,7 +109,7 @@ def test_env_leaves_random_numbers_and_policy_alone():
     state = torch.get_rng_state()
     with lossguard.guard(on_violation="skip", strict=False):
         assert main(["env"]) == 0  # whatever the policy around it
-        expected = {"strict": False, "check_finite": False, "on_violation": "skip", "when": "by device"}
+        expected = {"strict": False, "check_finite": False, "on_violation": "skip", "when": "auto"}
         assert lossguard.policy() == expected
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -17,10 +17,10 @@ from torch.nn._reduction import get_enum
 from . import _C, _pending
 
 OnViolation = Literal["raise", "warn", "skip"]
-When = Literal["immediately", "deferred"]
+When = Literal["auto", "immediately", "deferred"]
 
 _ACTIONS = ("raise", "warn", "skip")  # csrc/policy.h, OnViolation
-_MOMENTS = ("by device", "immediately", "deferred")  # csrc/policy.h, When
+_MOMENTS = ("auto", "immediately", "deferred")  # csrc/policy.h, When
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 FLOAT_LOSS = 1 << 2  # a float32 loss for half inputs, as under autocast
@@ -35,8 +35,8 @@ def _check(strict: bool | None, check_finite: bool | None, on_violation: str | N
             raise TypeError(f"{name} must be True, False or None, got {value!r}")
     if on_violation is not None and on_violation not in _ACTIONS:
         raise ValueError(f'on_violation must be "raise", "warn" or "skip", got {on_violation!r}')
-    if when is not None and when not in _MOMENTS[1:]:
-        raise ValueError(f'when must be "immediately" or "deferred", got {when!r}')
+    if when is not None and when not in _MOMENTS:
+        raise ValueError(f'when must be "auto", "immediately" or "deferred", got {when!r}')
 
 
 def explicit_flags(
@@ -52,7 +52,7 @@ def explicit_flags(
     if on_violation is not None:
         flags |= (_ACTIONS.index(on_violation) + 1) << 7
     if when is not None:
-        flags |= _MOMENTS.index(when) << 9
+        flags |= (_MOMENTS.index(when) or 3) << 9
     return flags
 
 
@@ -104,8 +104,8 @@ def configure(
             in both, bad elements are treated exactly like ignored ones. Initially "raise".
         when: "immediately", at the call, for which a call on CUDA waits until its kernel has run; or
             "deferred", without waiting: at the next call of a loss, in a backward, and at the latest before
-            an optimizer steps. Initially what the environment variable LOSSGUARD_WHEN says, or else immediately
-            on the CPU and deferred on CUDA. What is skipped is never waited for.
+            an optimizer steps; "auto", immediately on the CPU and deferred on CUDA. Initially what the environment
+            variable LOSSGUARD_WHEN says, or "auto". What is skipped is never waited for.
 
     What is left None stays as it is.
     """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import dataclass
 
 from . import _C, _callsite
-from .report import CallSite, Report
+from .report import CallSite
 
 __all__ = ["SiteStats", "reset_stats", "stats"]
 
@@ -25,24 +23,6 @@ class SiteStats:
     last_bad: float | None  #: when the last became known: seconds as of ``time.time()``
 
 
-class _Bad:
-    def __init__(self) -> None:
-        self.calls = self.violations = 0
-        self.last = 0.0
-
-
-_bad: dict[tuple[int, str], _Bad] = {}
-_lock = threading.Lock()
-
-
-def note(site: int, report: Report) -> None:
-    with _lock:
-        bad = _bad.setdefault((site, report.loss), _Bad())
-        bad.calls += 1
-        bad.violations += sum(section.count for section in report.sections)
-        bad.last = time.time()
-
-
 def stats() -> dict[str, SiteStats]:
     """Counts for every call site that called a loss, by names such as ``"train.py:42 CrossEntropyLoss"``.
 
@@ -51,23 +31,18 @@ def stats() -> dict[str, SiteStats]:
         wandb.log({f"lossguard/{name}": s.violations for name, s in lossguard.stats().items()})
     """
     found: dict[str, SiteStats] = {}
-    with _lock:
-        bad_sites = {key: (bad.calls, bad.violations, bad.last) for key, bad in _bad.items()}
-    for (number, loss), (calls, elements) in _C.call_counts().items():
+    for (number, loss), (calls, elements, bad_calls, violations, last_bad) in _C.call_counts().items():
         site = _callsite.lookup(number)
-        bad_calls, violations, last = bad_sites.get((number, loss), (0, 0, None))
         name = f"{site.short()} {loss}" if site else loss
         before = found.get(name)  # a line that calls a loss twice, or was compiled again
         if before is not None:
             calls, elements = calls + before.calls, elements + before.elements
             bad_calls, violations = bad_calls + before.bad_calls, violations + before.violations
-            last = max(last or 0.0, before.last_bad or 0.0) or None
-        found[name] = SiteStats(loss, site, calls, elements, bad_calls, violations, last)
+            last_bad = max(last_bad, before.last_bad or 0.0)
+        found[name] = SiteStats(loss, site, calls, elements, bad_calls, violations, last_bad or None)
     return found
 
 
 def reset_stats() -> None:
     """Begin to count anew."""
-    with _lock:
-        _bad.clear()
     _C.reset_call_counts()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import _callsite, _stats, errors
+from . import _C, _callsite, errors
 from .diagnosis import likely_causes
 from .report import MAX_TEXT, CallSite, Report, Section, shorten
 
@@ -53,10 +53,11 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
             continue
         report = _report(found, moment)
         content = _content(report)
-        if found["recomputed"] and content in _recent:
+        recomputed = found["recomputed"] or (moment == "the call" and torch._C._current_graph_task_id() != -1)
+        if recomputed and content in _recent:
             continue  # what checkpointing computes anew for the backward has been told of
         _recent.append(content)
-        _stats.note(found["site"], report)
+        _C.count_bad(found["site"], report.loss, sum(section.count for section in report.sections))
         for callback in tuple(_callbacks):
             callback(report)
         if found["on_violation"] == _WARN:

@@ -6,7 +6,7 @@ Every function takes four keyword-only arguments more. Left None, they follow ``
 * ``strict``: also check what native torch does not check on the CPU;
 * ``check_finite``: also check that logits and log-probabilities are finite;
 * ``on_violation``: ``"raise"``, ``"warn"`` or ``"skip"``;
-* ``when``: ``"immediately"`` or ``"deferred"``.
+* ``when``: ``"auto"``, ``"immediately"`` or ``"deferred"``.
 
 They raise :class:`lossguard.TargetOutOfBoundsError` (an IndexError) for a class index outside
 ``[0, C)``, :class:`lossguard.ValueOutOfRangeError` (a RuntimeError) for a probability outside [0, 1],
