@@ -26,16 +26,12 @@ SAID_BEFORE = [
     "test_memory.py",
     "test_vector_math.py",
 ]
-# Rehearses a session on a GPU machine, for minutes.
-REHEARSAL = [] if os.environ.get("LOSSGUARD_REHEARSE") else ["test_gpu_session.py"]
-collect_ignore = SAID_BEFORE if EMULATED else REHEARSAL
+collect_ignore = SAID_BEFORE if EMULATED else []
 
 
 def pytest_report_header(config):
     if EMULATED:
         return ["lossguard: CUDA kernels on the emulator. Not run again: " + ", ".join(SAID_BEFORE)]
-    if REHEARSAL:
-        return ["lossguard: not run without LOSSGUARD_REHEARSE=1: " + ", ".join(REHEARSAL)]
 
 
 @pytest.fixture(autouse=True)

@@ -126,8 +126,6 @@ class Call {
                                                                             place);
   }
 
-  // Nothing has been written yet.
-  bool untouched() const { return result_.untouched() && saved_.untouched() && out_.untouched(); }
   // What was written, bit for bit.
   std::vector<std::vector<char>> results() const { return {result_.contents(), saved_.contents(), out_.contents()}; }
 

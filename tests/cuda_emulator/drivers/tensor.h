@@ -86,13 +86,12 @@ class Tensor {
     return one.get(0);
   }
 
-  // Everything, or all but the elements, is as it was allocated. Far tensors are too long to look.
-  bool untouched() const { return only_poison(buffer_.get()); }
+  // All but the elements is as it was allocated. Far tensors are too long to look.
   bool untouched_between() const {
     if (is_far_) return true;
     const std::vector<char> copy = contents();
     for (int64_t i = 0; i < numel(); ++i) std::memset(address_of(i), 0xff, size_t(bytes_of(dtype())));
-    const bool ok = untouched();
+    const bool ok = only_poison(buffer_.get());
     std::memcpy(buffer_.get(), copy.data(), size_);
     return ok;
   }
