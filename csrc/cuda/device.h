@@ -12,6 +12,8 @@
 // The emulator (tests/cuda_emulator) brings its own: there, each block's shared memory is an allocation.
 #if !defined(LG_SHARED)
 #define LG_SHARED(type, name) __shared__ type name
+// A whole store that several kernels and the host may make at once. No read-modify-write: not every bus has those.
+#define LG_STORE_SYSTEM(p, v) asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(p), "r"(uint32_t(v)) : "memory")
 #endif
 
 namespace lossguard::cuda {

@@ -255,12 +255,12 @@ __device__ __noinline__ void send_report(BlockScratch* s, int parts) {
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence_system();
-      mail->flag = 1;
+      LG_STORE_SYSTEM(&f.mail->flag, 1);
     }
   }
   if (threadIdx.x == 0) {
     __threadfence_system();
-    *static_cast<volatile uint32_t*>(f.bell) = 1;
+    LG_STORE_SYSTEM(f.bell, 1);
   }
 }
 

@@ -152,6 +152,7 @@ Error take_slot(Device& d, int device, Slot*& slot) {
   }
   slot = d.free.back();
   d.free.pop_back();
+  __atomic_store_n(&slot->on_host->flag, 0, __ATOMIC_RELAXED);  // of a launch that nobody asked
   return nullptr;
 }
 

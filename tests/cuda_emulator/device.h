@@ -21,6 +21,9 @@ namespace cuda_emulator {
 
 using Location = std::source_location;
 enum class Scope { block, device, system };
+// Not instrumented: it is in the engine.
+void store_system(uint32_t* p, uint32_t v);
+
 enum class Atomic { add, exchange, compare_and_swap, minimum, maximum, bit_and, bit_or };
 
 // The number of threads of the block that came with a predicate.
@@ -130,7 +133,9 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = warpSize,
   return cuda_emulator::shuffle(cuda_emulator::Shuffle::exclusive_or, mask, value, unsigned(lanes), width, where);
 }
 
-// ---- atomics, on int, unsigned and unsigned long long
+// ---- a store that is no race with others like it; atomics, on int, unsigned and unsigned long long
+
+#define LG_STORE_SYSTEM(p, v) ::cuda_emulator::store_system(p, v)
 
 template <class T>
 T atomicAdd(T* p, std::type_identity_t<T> v) {

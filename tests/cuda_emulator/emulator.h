@@ -20,6 +20,8 @@ void set_driver_version(int version);
 // While held, events recorded since are not complete: a query says so, a wait for one lets it and what came before it
 // in its stream complete. Completion publishes what kernels wrote to mapped memory; to hold no longer completes all.
 void hold_events(bool hold);
+// One word of what kernels wrote to mapped memory reaches the host, the first that has not. False if there is none.
+bool publish_next_word();
 
 // Off (the default), work runs within the call that enqueues it. On, it runs when the host waits or asks, in an order
 // that the seed chooses among those that streams and events allow.

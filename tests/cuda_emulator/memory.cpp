@@ -113,6 +113,8 @@ void seal_mapped_memory() {
 
 uint64_t pending_writes() { return published + pending.size(); }
 
+uint64_t published_writes() { return published; }
+
 void publish_mapped_memory(uint64_t up_to) {
   for (; published < up_to; ++published) {
     const Write& write = pending.front();

@@ -19,7 +19,8 @@ bool is_mapped(const void* host);
 // Pending writes are numbered. A seal numbers those made since the last one, so that they are published after all
 // earlier ones: __threadfence_system() and the end of a kernel do that.
 void seal_mapped_memory();
-uint64_t pending_writes();  // the number after the last
+uint64_t pending_writes();    // the number after the last
+uint64_t published_writes();  // of those that are no longer pending
 void publish_mapped_memory(uint64_t up_to);
 void update_device_from_host();
 

@@ -300,6 +300,13 @@ void hold_events(bool hold) {
   if (!hold && !settings.late) publish_mapped_memory(pending_writes());  // all kernels have run
 }
 
+bool publish_next_word() {
+  const Call call;
+  const uint64_t written = pending_writes(), published = published_writes();
+  if (published < written) publish_mapped_memory(published + 1);
+  return published < written;
+}
+
 void set_late_execution(bool late) {
   const Call call;
   settings.late = late;

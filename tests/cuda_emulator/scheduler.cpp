@@ -630,6 +630,8 @@ T atomic(T* address, Atomic operation, T operand, T compare) {
   *address = apply(operation, old, operand, compare);
   return old;
 }
+void store_system(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+
 template int atomic(int*, Atomic, int, int);
 template unsigned atomic(unsigned*, Atomic, unsigned, unsigned);
 template unsigned long long atomic(unsigned long long*, Atomic, unsigned long long, unsigned long long);

@@ -155,7 +155,7 @@ Rows rows_of(const RowRegime& regime, const RowVariation& v, DType dtype, Random
   const bool soft = v.target == V::probabilities || v.target == V::float_probabilities;
   Rows a;
   a.nll = v.loss == V::nll;
-  a.flags = {v.reduction, v.target == V::float_probabilities, v.policy};
+  a.flags = {v.reduction, v.target == V::float_probabilities, v.policy, true, false};
   a.probabilities = soft;
   a.smoothing = v.smoothing;
   a.ignore_index = v.target == V::u8 ? 255 : -100;
@@ -264,7 +264,7 @@ Elements elements_of(const ElementRegime& regime, const ElementVariation& v, DTy
   const Sizes sizes = regime.shape(unit_of(dtype));
   Elements a;
   a.with_logits = v.with_logits;
-  a.flags = {v.reduction, v.float_target, v.policy};
+  a.flags = {v.reduction, v.float_target, v.policy, true, false};
   a.input = Tensor(dtype, sizes, regime.input);
   a.target = Tensor(v.float_target && dtype != DType::f64 ? DType::f32 : dtype, sizes, regime.target);
   if (v.weight) a.weight = Tensor(dtype, sizes, Layout::repeated);
@@ -315,6 +315,7 @@ std::string run_once(Call<Loss>& call, const cuda::Place& place, cuda_emulator::
   if (cuda::Error error = call.backward(place)) return error;
   if (cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(place.stream)))
     return cudaGetErrorString(error);
+  call.ask(true);
   std::string names, expected;
   for (const std::string& name : launched()) names += name + " ";
   for (const std::string& name : kernels) expected += name + " ";

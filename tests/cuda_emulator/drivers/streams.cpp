@@ -65,7 +65,7 @@ Call<Elements> element_call(DType dtype, int64_t n, Flags flags, Random& random)
 }
 std::vector<AnyCall> losses(Policy policy, uint64_t seed) {
   Random random(seed);
-  const Flags mean = {Reduction::mean, false, policy}, none = {Reduction::none, false, policy};
+  const Flags mean = {Reduction::mean, false, policy, true, false}, none = {Reduction::none, false, policy, true, false};
   std::vector<AnyCall> calls;
   calls.push_back(row_call(false, false, DType::f32, {400, 5}, mean, random));
   calls.push_back(row_call(false, true, DType::f32, {1, 3 * 256 * 4 + 5}, mean, random));  // three blocks
@@ -80,8 +80,12 @@ std::string forward(AnyCall& call, cudaStream_t stream) {
 std::string backward(const AnyCall& call, cudaStream_t stream) {
   return std::visit([&](const auto& c) { return words(c.backward({0, stream})); }, call);
 }
-std::string wrong(const AnyCall& call) {
+std::string wrong(AnyCall& call) {
+  std::visit([](auto& c) { c.ask(true); }, call);
   return std::visit([](const auto& c) { return c.wrong(); }, call);
+}
+std::string wait_for_report(AnyCall& call) {
+  return std::visit([](auto& c) { return words(c.wait()); }, call);
 }
 std::string wrong_report(const AnyCall& call) {
   return std::visit([](const auto& c) { return c.wrong_report(); }, call);
@@ -108,7 +112,7 @@ void in_flight(uint64_t seed) {
   for (int i = 0; i < kStreams; ++i) {
     const int s = int((seed + uint64_t(i)) % kStreams);
     check(wait_for(stream(s)), "wait", seed);
-    for (const AnyCall& call : calls[s]) check(wrong(call), "in flight", seed);
+    for (AnyCall& call : calls[s]) check(wrong(call), "in flight", seed);
   }
 }
 
@@ -119,6 +123,7 @@ void host_threads(uint64_t seed) {
     threads.emplace_back([s, seed] {
       for (AnyCall& call : losses(kRaise, seed * kStreams + uint64_t(s))) {
         check(forward(call, stream(s)), "forward", seed);
+        check(wait_for_report(call), "wait for a report", seed);
         check(wrong_report(call), "report", seed);
         check(backward(call, stream(s)), "backward", seed);
         check(wait_for(stream(s)), "wait", seed);
@@ -144,9 +149,30 @@ void handed_over(uint64_t seed, bool by_event) {
   }
   check(wait_for(stream(1)), "wait", seed);
   if (!by_event) check(wait_for(stream(0)), "wait", seed);
-  for (const AnyCall& call : calls)
+  for (AnyCall& call : calls)
     if (by_event) check(wrong(call), "handed over", seed);
   cudaEventDestroy(event);
+}
+
+// The host looks into the mail, and waits for nothing, after each word that reaches it.
+void watched(uint64_t seed) {
+  cuda_emulator::set_late_execution(false);
+  cuda_emulator::hold_events(true);
+  for (AnyCall& call : losses(kRaise, seed)) {
+    check(forward(call, stream(0)), "forward", seed);
+    std::visit(
+        [&](auto& c) {
+          int words_that_came = 0;
+          for (; c.slot && cuda_emulator::publish_next_word(); ++words_that_came) c.ask(false);
+          check(c.slot ? "nothing was said" : "", "watched", seed);
+          check(words_that_came > 10 ? "" : "it came at once", "watched", seed);
+        },
+        call);
+    check(wrong_report(call), "watched", seed);
+    while (cuda_emulator::publish_next_word()) {
+    }
+  }
+  cuda_emulator::hold_events(false);
 }
 
 const struct {
@@ -155,6 +181,7 @@ const struct {
 } kCases[] = {
     {"in flight", in_flight},
     {"host threads", host_threads},
+    {"watched", watched},
     {"handed over", [](uint64_t seed) { handed_over(seed, true); }},
     {"handed over without an event", [](uint64_t seed) { handed_over(seed, false); }},
 };
