@@ -62,6 +62,7 @@ def expect_report(lossguard: Any, batch: Batch, tensor: str, places: list[int], 
     """That the batch raises, and that the exception names just these elements of that tensor."""
     try:
         loss_and_grad(lossguard.functional, batch)
+        lossguard.check()
     except lossguard.LossValidationError as error:
         report = error.report
     else:
@@ -149,6 +150,29 @@ class Victim:
         return same_bits(loss_and_grad(self.lossguard.functional, self.batch), self.expected)
 
 
+# Of the CUDA runtime, those that wait for the device.
+BLOCKING = ("cudaEventSynchronize", "cudaStreamSynchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc")
+
+
+def waits_of_good_steps(lossguard: Any, device: Device, steps: int) -> dict[str, int]:
+    """How often `steps` steps of training call what waits; each may wait for its loss, once."""
+    weights = torch.randn(64, 10, device=device.name, requires_grad=True)
+    input, target = torch.randn(256, 64, device=device.name), torch.randint(10, (256,), device=device.name)
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+
+    def go_on(count: int) -> None:
+        for _ in range(count):
+            lossguard.functional.cross_entropy(input @ weights, target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    go_on(5)
+    before = lossguard._C.runtime_calls()
+    go_on(steps)
+    after = lossguard._C.runtime_calls()
+    return {name: after[name] - before[name] for name in BLOCKING}
+
+
 def torture(lossguard: Any, device: Device, batches: int, records: Records) -> bool:
     cases = [case for case in TINY_CASES if device.name == "cuda" or math.prod(case.shape) <= SLOWLY_EMULATED]
     victims = [Victim(lossguard, device, case, dtype) for case in cases for dtype in case.dtypes]
@@ -176,13 +200,17 @@ def torture(lossguard: Any, device: Device, batches: int, records: Records) -> b
     allowed = {"allocated": 0, "reserved": 0, "used": USED_MAY_GROW, "host": HOST_MAY_GROW}
     flat = all(growth[name] <= allowed[name] for name in growth)
     alive = all(victim.recovered() for victim in victims)
+    steps = 200
+    waits = waits_of_good_steps(lossguard, device, steps)
+    late = all(count <= (steps if name == "cudaEventSynchronize" else 0) for name, count in waits.items())
+    records.add("" if late else f"FAILED good steps wait: {waits}", good_steps=steps, waits=waits)
     records.add(
         f"{batches} bad batches, each reported as it should be, in {seconds:.1f} s; good ones afterwards "
         f"{'have the same bits' if alive else 'DIFFER'}; memory grew by {growth}: {'flat' if flat else 'NOT FLAT'}",
         bad_batches=batches, losses=sorted({case.loss for case in cases}), seconds=seconds,
         memory_before=before, memory_after=after, memory_growth=growth, memory_flat=flat, alive=alive,
     )  # fmt: skip
-    return flat and alive
+    return flat and alive and late
 
 
 def main() -> None:

@@ -5,9 +5,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lossguard.functional  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 EMULATED = lossguard._C.build_info().get("emulated", False)
-if EMULATED:  # as on the CPU, which most tests were written for; test_deferred.py has the other
+if EMULATED or torch.cuda.is_available():  # as on the CPU, which most tests were written for; see test_deferred.py
     lossguard.configure(when="immediately")
     os.environ["LOSSGUARD_WHEN"] = "immediately"  # for the processes that tests start
 

@@ -86,6 +86,7 @@ def train(kind: str, rank: int, steps: int, bad: Bad | None, skip: tuple[int, ..
 def run(rank: int, world: int, folder: str, work: Callable, *args: object) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
+    lossguard.configure(when="auto")  # whatever the environment says
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:

@@ -90,7 +90,7 @@ def _take_held() -> list[Report]:
 
 
 def raise_held(moment: str) -> None:
-    if _held and not (moment == "leave" and _world_size() > 1):
+    if _held and _collecting.into is None and not (moment == "leave" and _world_size() > 1):
         error = _exception(_take_held(), moment)
         if error is not None:
             raise error
