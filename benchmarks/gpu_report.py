@@ -11,8 +11,8 @@ PASS = {"forward": "fwd", "forward+backward": "fwd+bwd"}
 
 EXPLANATION = """\
 Medians in ms, every contender in turn. Copy bandwidth, read and written: {copy:.0f} GB/s. "native /" and "compiled /":
-their time over lossguard's. GB/s: useful bytes over lossguard's time; "no wait": over its time with
-`on_violation="skip"`, where no forward waits for a verdict. Without GB/s: many calls in a row, bound by the host.
+their time over lossguard's. GB/s: useful bytes over lossguard's time; "immediately": over its time with
+`when="immediately"`, where each forward waits for its verdict. Without GB/s: many calls in a row, bound by the host.
 """
 EMULATED = "Medians in ms of the emulator on this CPU, every contender in turn.\n"
 
@@ -50,7 +50,7 @@ def _timings(records: list[Record]) -> list[str]:
     if copy is not None:
         for name in ("native", "compiled"):
             columns[f"{name} /"] = lambda row, name=name: _ratio(row["results"], name)
-        for name, suffix in (("lossguard", ""), ("no wait", ", no wait")):
+        for name, suffix in (("lossguard", ""), ("immediately", ", immediately")):
             columns[f"GB/s{suffix}"] = lambda row, name=name: _number(row, name, "gb_per_s", "{:.0f}")
             columns[f"of copy{suffix}"] = lambda row, name=name: _number(row, name, "share_of_copy", "{:.0%}")
 

@@ -4,8 +4,8 @@
 
 First the copy bandwidth, then every case of gpu_cases.py: each contender in turn, many rounds, in one process; a
 time is the median of CUDA events, with the L2 emptied before each run. GB/s counts the useful bytes of gpu_cases.py
-for every contender alike, whatever it moves. "no wait" is lossguard with on_violation="skip": it waits for nobody,
-where the default waits in each forward for its kernel's verdict.
+for every contender alike, whatever it moves. "immediately" is lossguard with that `when`: each forward waits for its
+kernel's verdict, where the default goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_UP, FEWEST, MOST = 3, 10, 60  # rounds
 SECONDS_A_ROW = 0.6
 SAME_LOSS = 0.02  # relative: native bfloat16 means are off by 1 %
 COMPILING_PROCESSES = 4
-OURS = ("lossguard", "no wait")
+OURS = ("lossguard", "immediately")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -100,7 +100,7 @@ def contenders(lossguard: Any, device: Device, batch: Batch, peers: dict[str, Lo
     yield Contender("native", lambda input, target: theirs(input, target, **options))
     yield Contender("compiled", compiled_native(device, batch))
     yield Contender("lossguard", lambda input, target: ours(input, target, **options))
-    yield Contender("no wait", lambda input, target: ours(input, target, on_violation="skip", **options))
+    yield Contender("immediately", lambda input, target: ours(input, target, when="immediately", **options))
     if case.loss == "cross_entropy" and case.target == "labels" and len(case.shape) == 2:
         if not case.options and not case.autocast:
             for name, loss in peers.items():

@@ -77,7 +77,7 @@ def test_dry_run(tmp_path):
     rows = [record for record in steps["timings"]["records"] if "results" in record]
     assert [row["which"] for row in rows] == ["forward", "forward+backward"]
     for row in rows:
-        assert [*row["results"]] == ["native", "compiled", "lossguard", "no wait"]
+        assert [*row["results"]] == ["native", "compiled", "lossguard", "immediately"]
         assert all(result["ms"] > 0 for result in row["results"].values())
     assert {record["peer"] for record in steps["timings"]["records"] if "peer" in record} == {*gpu_timings.PEERS}
 
@@ -354,7 +354,7 @@ def test_a_contender_that_is_wrong_or_fails_gets_no_time(device, tmp_path):
     timer.peers = {"wrong": lambda input, target: input.sum() * 0 + 1, "refuses": refuses}
     batch = case("CE, MNIST").batch(torch.float32, "cpu")
     found = timer.time_pass(batch, "forward+backward", gpu_timings.reference_loss(batch))
-    assert {name for name, result in found.items() if "ms" in result} == {"native", "compiled", "lossguard", "no wait"}
+    assert {name for name, result in found.items() if "ms" in result} == {"native", "compiled", "lossguard", "immediately"}
     assert found["wrong"]["error"].startswith("ValueError: its loss is 1 where float32 gives")
     assert found["refuses"]["error"] == "NotImplementedError: no such size"
 
@@ -410,7 +410,7 @@ def test_report(with_copy):
     row = {
         "title": "CE, ImageNet", "loss": "cross_entropy", "which": "forward", "useful_bytes": 65_667_072,
         "bytes_model": "input + target",
-        "results": {"native": {"ms": 5.0}, "compiled": {"error": "Boom: a\nb"}, "lossguard": result, "no wait": result},
+        "results": {"native": {"ms": 5.0}, "compiled": {"error": "Boom: a\nb"}, "lossguard": result, "immediately": result},
     }  # fmt: skip
     records = [row, {"peer": "quack", "absent": "not there"}, {"title": "CE, BERT", "skipped": "no time left"}]
     records += [{"copy_gb_per_s": 1998.0}] if with_copy else []
