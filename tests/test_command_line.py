@@ -55,7 +55,9 @@ def test_env_prints_the_versions(env):
 
 def test_env_prints_what_was_built(env):
     assert line_of(env.stdout, "CPU half").split()[-1] == "yes"
-    assert line_of(env.stdout, "CUDA half").split()[-1] == ("yes" if _C.build_info()["cuda"] else "no")
+    assert line_of(env.stdout, "CUDA half").split()[2].rstrip(",") == ("yes" if _C.build_info()["cuda"] else "no")
+    if _C.build_info()["cuda"]:
+        assert _C.build_info()["cuda_archs"] in line_of(env.stdout, "CUDA half") and line_of(env.stdout, "driver")
 
 
 @pytest.mark.parametrize("op", sorted(OPS))

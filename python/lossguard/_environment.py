@@ -51,7 +51,7 @@ def describe() -> dict[str, Any]:
             "cuda_of_torch": torch.version.cuda,
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
-        "built": {"cpu": bool(_C.cpu_kernels()), "cuda": bool(build["cuda"])},
+        "built": {"cpu": bool(_C.cpu_kernels()), "cuda": bool(build["cuda"]), **_cuda(build)},
         "ops": _registered(),
         "self_test": checks,
         "ok": all(check["ok"] for check in checks),
@@ -96,6 +96,14 @@ def _batch(loss: str) -> tuple[Tensor, Tensor]:
         "NLLLoss": (scores.log_softmax(1), labels),
         "CrossEntropyLoss": (scores, labels),
     }[loss]
+
+
+def _cuda(build: dict[str, Any]) -> dict[str, str]:
+    if not build["cuda"]:
+        return {}
+    status = _C.cuda_status()
+    version = f"supports CUDA {status['driver'] // 1000}.{status['driver'] % 1000 // 10}"
+    return {"nvcc": build["nvcc"], "cuda_archs": build["cuda_archs"], "driver": status["error"] or version}
 
 
 def _agrees_with_native(loss: str) -> str:
@@ -179,7 +187,8 @@ def as_text(environment: dict[str, Any]) -> str:
         "",
         "built",
         *_row("CPU half", "yes" if built["cpu"] else "no"),
-        *_row("CUDA half", "yes" if built["cuda"] else "no"),
+        *_row("CUDA half", f"yes, by nvcc {built['nvcc']} for {built['cuda_archs']}" if built["cuda"] else "no"),
+        *(_row("driver", built["driver"]) if built["cuda"] else []),
         "",
         f"{'registered ops':<34}" + "".join(f"{key:<6}" for key in _DISPATCH_KEYS).rstrip(),
     ]
