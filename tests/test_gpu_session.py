@@ -354,7 +354,8 @@ def test_a_contender_that_is_wrong_or_fails_gets_no_time(device, tmp_path):
     timer.peers = {"wrong": lambda input, target: input.sum() * 0 + 1, "refuses": refuses}
     batch = case("CE, MNIST").batch(torch.float32, "cpu")
     found = timer.time_pass(batch, "forward+backward", gpu_timings.reference_loss(batch))
-    assert {name for name, result in found.items() if "ms" in result} == {"native", "compiled", "lossguard", "immediately"}
+    timed = {name for name, result in found.items() if "ms" in result}
+    assert timed == {"native", "compiled", "lossguard", "immediately"}
     assert found["wrong"]["error"].startswith("ValueError: its loss is 1 where float32 gives")
     assert found["refuses"]["error"] == "NotImplementedError: no such size"
 
@@ -410,7 +411,9 @@ def test_report(with_copy):
     row = {
         "title": "CE, ImageNet", "loss": "cross_entropy", "which": "forward", "useful_bytes": 65_667_072,
         "bytes_model": "input + target",
-        "results": {"native": {"ms": 5.0}, "compiled": {"error": "Boom: a\nb"}, "lossguard": result, "immediately": result},
+        "results": {
+            "native": {"ms": 5.0}, "compiled": {"error": "Boom: a\nb"}, "lossguard": result, "immediately": result,
+        },
     }  # fmt: skip
     records = [row, {"peer": "quack", "absent": "not there"}, {"title": "CE, BERT", "skipped": "no time left"}]
     records += [{"copy_gb_per_s": 1998.0}] if with_copy else []
