@@ -157,7 +157,7 @@ PYBIND11_MODULE(_C, m) {
 #if defined(LOSSGUARD_WITH_CUDA)
   m.def("pending", [] { return pending::count.load(); });
   m.def("look", [] { pending::poll(Moment::check); }, py::call_guard<py::gil_scoped_release>());
-  m.def("poll_backward", [] { pending::poll(Moment::backward); });
+  m.def("poll_backward", [] { pending::poll(Moment::backward); }, py::call_guard<py::gil_scoped_release>());
   m.def("any_at_step", &pending::any_at_step);
   m.def("wait_before_step", [] { pending::wait(pending::Until::safe_to_step, Moment::step); },
         py::call_guard<py::gil_scoped_release>());

@@ -164,6 +164,16 @@ def test_the_next_backward():
     good.backward()
 
 
+def test_a_backward_that_is_to_be_differentiated_again():
+    x, t = bad(1)
+    x = torch.randn(32, C, requires_grad=True)
+    good = F.cross_entropy(x, batch(1)[1])
+    F.cross_entropy(x, t)
+    emulator().hold_events(False)
+    with pytest.raises(TargetOutOfBoundsError):
+        torch.autograd.grad(good, x, create_graph=True)
+
+
 def test_check_without_waiting():
     net, (x, t) = model(), bad(1)
     F.cross_entropy(net(x), t)

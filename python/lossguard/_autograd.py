@@ -43,6 +43,9 @@ _cross_entropy_forward = ops.cross_entropy_forward.default._op
 _cross_entropy_backward = ops.cross_entropy_backward.default._op
 
 
+_poll_backward: Callable[[], None] = getattr(_C, "poll_backward", lambda: None)  # the backward ops do it themselves
+
+
 def _beyond_kernels(needs: Any) -> bool:
     """Whether a backward is to be differentiated or batched, or wants more than the gradient of input."""
     return torch.is_grad_enabled() or needs[1] or needs[2] or functorch_active() or forward_ad._current_level >= 0
@@ -61,6 +64,7 @@ class _BCE(Function):
         input, target, weight, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
+            _poll_backward()
             grads = _derivatives.bce(grad, needs, input, target, weight, saved, ctx.flags)
             return (*grads, None, None)
         return _bce_backward(grad, input, target, weight, saved, ctx.flags), None, None, None, None
@@ -79,6 +83,7 @@ class _BCEWithLogits(Function):
         input, target, weight, pos_weight, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
+            _poll_backward()
             grads = _derivatives.bce_with_logits(grad, needs, input, target, weight, pos_weight, saved, ctx.flags)
             return (*grads, None, None)
         d = _bce_with_logits_backward(grad, input, target, weight, pos_weight, saved, ctx.flags)
@@ -99,6 +104,7 @@ class _NLL(Function):
         ignore_index, flags = ctx.constants
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
+            _poll_backward()
             grads = _derivatives.nll(grad, needs, input, target, weight, saved, ignore_index, flags)
             return (*grads, None, None, None)
         d = _nll_backward(grad, input, target, weight, saved, ignore_index, flags)
@@ -121,6 +127,7 @@ class _CrossEntropy(Function):
         ignore_index, smoothing, flags = ctx.constants
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
+            _poll_backward()
             grads = _derivatives.cross_entropy(
                 grad, needs, input, target, weight, saved, ignore_index, smoothing, flags
             )
