@@ -348,6 +348,23 @@ def test_nor_through_a_grad_scaler(optimizer, clip):
     check_training(lambda: Scaled(optimizer))
 
 
+def test_nor_through_a_scaler_with_methods_of_its_own():
+    """Like FSDP's."""
+    unscaled = []
+
+    class Own(torch.amp.GradScaler):
+        def unscale_(self, optimizer):
+            unscaled.append(optimizer)
+            super().unscale_(optimizer)
+
+    net, (x, t) = model(), bad(1)
+    optimizer, scaler = sgd(net.parameters()), Own("cpu")
+    scaler.scale(F.cross_entropy(net(x), t)).backward()
+    with pytest.raises(TargetOutOfBoundsError):
+        scaler.unscale_(optimizer)
+    assert not unscaled
+
+
 def test_nor_through_a_compiled_step():
     class Compiled(Training):
         def __init__(self, *args):

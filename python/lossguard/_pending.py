@@ -79,26 +79,40 @@ def _checked(closure: Callable[[], Any]) -> Callable[[], Any]:
     return checked
 
 
-def _check_before(scaler: type, name: str) -> None:
-    """A scaler notes what it has unscaled: an error after that would have the next step use gradients still scaled."""
-    original = scaler.__dict__[name]
+def _check_scalers_of(kind: type) -> None:
+    """Before a scaler's `unscale_` and `step`, also where a subclass has its own, like FSDP's.
 
-    @functools.wraps(original)
+    A scaler notes what it has unscaled: an error after that would have the next step use gradients still scaled.
+    """
+    for base in kind.__mro__:
+        for name in ("unscale_", "step"):
+            method = base.__dict__.get(name)
+            if method is not None and not hasattr(method, "_checked_by_lossguard"):
+                setattr(base, name, _checked_method(method))
+
+
+def _checked_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         before_step()
-        return original(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
-    setattr(scaler, name, checked)
+    checked._checked_by_lossguard = True  # type: ignore[attr-defined]
+    return checked
 
 
 def _install() -> None:
     register_optimizer_step_pre_hook(_before_optimizer_step)
-    _check_before(torch.amp.GradScaler, "unscale_")
-    _check_before(torch.amp.GradScaler, "step")
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    scaler = torch.amp.GradScaler
+    _check_scalers_of(scaler)
+    initialize = scaler.__init__
 
-        _check_before(ShardedGradScaler, "unscale_")
+    @functools.wraps(initialize)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        _check_scalers_of(type(self))
+        initialize(self, *args, **kwargs)
+
+    scaler.__init__ = __init__  # type: ignore[method-assign]
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_violations.forget_held)
 
