@@ -161,3 +161,10 @@ def test_the_report_as_a_dict_has_what_its_properties_have():
     as_dict = report.to_dict()
     assert as_dict["indices"] == [[4]] and as_dict["values"] == [5] and as_dict["counts"] == report.counts
     assert set(as_dict) >= {field.name for field in dataclasses.fields(report)}
+
+
+@pytest.mark.parametrize("tensors", [(None, torch.tensor([0])), (torch.zeros(1, 3), None), (None, None)])
+def test_none_for_a_tensor_is_a_type_error(tensors):
+    for function in (F.cross_entropy, F.nll_loss):
+        with pytest.raises(TypeError, match="Tensor"):
+            function(*tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import warnings
 from collections import deque
@@ -27,6 +28,7 @@ _warned: dict[tuple[str, int, str], object] = {}
 _recent: deque[tuple[Any, ...]] = deque(maxlen=256)  # what was reported lately
 _held: list[Report] = []  # found, and not raised where that was
 _callbacks: list[Callable[[Report], Any]] = []
+_logger = logging.getLogger("lossguard")
 
 
 class _Collecting(threading.local):
@@ -59,7 +61,10 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
         _recent.append(content)
         _C.count_bad(found["site"], report.loss, sum(section.count for section in report.sections))
         for callback in tuple(_callbacks):
-            callback(report)
+            try:
+                callback(report)
+            except Exception:  # it must not take the place of the violation
+                _logger.exception("a function given to lossguard.on_report failed")
         if found["on_violation"] == _WARN:
             _warn(report)
         elif found["on_violation"] == _RAISE:
@@ -115,7 +120,7 @@ def on_report(function: Callable[[Report], Any]) -> Callable[[Report], Any]:
     """Call ``function`` with the :class:`lossguard.Report` of every violation, whatever is done about it.
 
     It is called once a report, when that comes to light, on the thread where it does, and before an exception
-    or warning. Returns ``function``, so it serves as a decorator; :func:`off_report` takes it back.
+    or warning; what it raises itself is logged, by ``logging``. Returns ``function``, so it serves as a decorator; :func:`off_report` takes it back.
     """
     _callbacks.append(function)
     return function

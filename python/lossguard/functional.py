@@ -568,6 +568,8 @@ def _refused(
         why = str(refusal)
     elif isinstance(refusal, NotImplementedError) or any(type(t) not in _PLAIN for t in tensors if t is not None):
         why = f"no kernel for {_kind_of(tensors)}"
+    elif any(t is None for t in tensors[:2]):
+        why = "not a tensor"
     elif not constants or (type(constants[0]) is int and -(2**63) <= constants[0] < 2**63):
         try:
             raise refusal  # not about the arguments: somebody's hook
