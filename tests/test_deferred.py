@@ -584,7 +584,8 @@ def test_nothing_sticks():
 
 
 TOO_MANY = """
-import lossguard, torch
+import ctypes, lossguard, torch
+ctypes.CDLL(lossguard._C.__file__).lossguard_emulator_hold_events(1)
 lossguard.configure(when="deferred")
 lossguard._C.limit_slots(100)
 for i in range(300):
@@ -601,8 +602,7 @@ lossguard.check()
 
 def test_more_launches_than_slots():
     """None is overwritten: the first are reported, the others counted. In a process that has few slots yet."""
-    program = "import ctypes, lossguard; ctypes.CDLL(lossguard._C.__file__).lossguard_emulator_hold_events(1)" + TOO_MANY
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    run = subprocess.run([sys.executable, "-c", TOO_MANY], capture_output=True, text=True, env=environment())
     in_order, counted = run.stdout.splitlines()
     reported, _, lost = counted.partition(" ")
     assert in_order == "True" and 95 <= int(reported) <= 100, run.stderr

@@ -120,7 +120,8 @@ def on_report(function: Callable[[Report], Any]) -> Callable[[Report], Any]:
     """Call ``function`` with the :class:`lossguard.Report` of every violation, whatever is done about it.
 
     It is called once a report, when that comes to light, on the thread where it does, and before an exception
-    or warning; what it raises itself is logged, by ``logging``. Returns ``function``, so it serves as a decorator; :func:`off_report` takes it back.
+    or warning; what it raises itself is logged, by ``logging``. Returns ``function``, so it serves as a decorator;
+    :func:`off_report` takes it back.
     """
     _callbacks.append(function)
     return function
