@@ -18,7 +18,7 @@ void set_devices(int count, int multiprocessors);
 void set_driver_version(int version);
 
 // While held, events recorded since are not complete: a query says so, a wait for one lets it and what came before it
-// in its stream complete. Completion publishes what kernels wrote to mapped memory; to hold no longer completes all.
+// in its stream complete. Completion publishes what kernels wrote to mapped memory.
 void hold_events(bool hold);
 // One word of what kernels wrote to mapped memory reaches the host, the first that has not. False if there is none.
 bool publish_next_word();
@@ -55,7 +55,7 @@ extern "C" {
 EMULATOR_VISIBLE void lossguard_emulator_set_schedule(const char* name, uint64_t seed);  // "ascending", ...
 EMULATOR_VISIBLE void lossguard_emulator_set_devices(int count, int multiprocessors);
 EMULATOR_VISIBLE void lossguard_emulator_set_driver_version(int version);
-EMULATOR_VISIBLE void lossguard_emulator_hold_events(int hold);
+EMULATOR_VISIBLE void lossguard_emulator_hold_events(int hold);  // what has run is published when they no longer are
 EMULATOR_VISIBLE void lossguard_emulator_set_late_execution(int late);
 EMULATOR_VISIBLE void* lossguard_emulator_create_stream(int device);
 // Lines of text: kernel, blocks, threads, with tabs between. Valid until the calling thread's next call.

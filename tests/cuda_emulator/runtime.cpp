@@ -297,7 +297,6 @@ void hold_events(bool hold) {
   const Call call;
   let_all_complete();
   runtime.holds_events = hold;
-  if (!hold && !settings.late) publish_mapped_memory(pending_writes());  // all kernels have run
 }
 
 bool publish_next_word() {
@@ -637,7 +636,11 @@ void lossguard_emulator_set_schedule(const char* name, uint64_t seed) {
 }
 void lossguard_emulator_set_devices(int count, int multiprocessors) { set_devices(count, multiprocessors); }
 void lossguard_emulator_set_driver_version(int version) { set_driver_version(version); }
-void lossguard_emulator_hold_events(int hold) { hold_events(hold); }
+void lossguard_emulator_hold_events(int hold) {
+  hold_events(hold);
+  while (!hold && publish_next_word()) {
+  }
+}
 void lossguard_emulator_set_late_execution(int late) { set_late_execution(late); }
 void* lossguard_emulator_create_stream(int device) {
   int before;
