@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import cuda_support as support
+import lossguard
 import lossguard.functional as F
 import pytest
 import torch
@@ -267,6 +268,7 @@ def measure(call: Call, backward: bool) -> list[Launch]:
 
 def serve() -> None:
     """Measures the calls whose names come in."""
+    lossguard.configure(when="immediately")
     for line in sys.stdin:
         name, backward = json.loads(line)
         call = CALLS[name]
