@@ -203,10 +203,10 @@ def torture(lossguard: Any, device: Device, batches: int, records: Records) -> b
     steps = 200
     waits = waits_of_good_steps(lossguard, device, steps)
     late = all(count <= (steps if name == "cudaEventSynchronize" else 0) for name, count in waits.items())
-    records.add("" if late else f"FAILED good steps wait: {waits}", good_steps=steps, waits=waits)
     records.add(
         f"{batches} bad batches, each reported as it should be, in {seconds:.1f} s; good ones afterwards "
-        f"{'have the same bits' if alive else 'DIFFER'}; memory grew by {growth}: {'flat' if flat else 'NOT FLAT'}",
+        f"{'have the same bits' if alive else 'DIFFER'}; memory grew by {growth}: {'flat' if flat else 'NOT FLAT'}; "
+        f"{steps} good steps {'wait for their loss alone' if late else 'WAIT'}: {waits}", waits=waits,
         bad_batches=batches, losses=sorted({case.loss for case in cases}), seconds=seconds,
         memory_before=before, memory_after=after, memory_growth=growth, memory_flat=flat, alive=alive,
     )  # fmt: skip

@@ -88,7 +88,7 @@ def test_env_as_json(capsys):
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["lossguard"] == lossguard.__version__
     assert set(found["versions"]) >= {"python", "pybind11", "compiler", "platform", "torch_abi_floor"}
-    assert found["built"] == {"cpu": True, "cuda": bool(_C.build_info()["cuda"])}
+    assert found["built"].items() >= {"cpu": True, "cuda": bool(_C.build_info()["cuda"])}.items()
     assert found["cpu"]["kernels"] == list(_C.cpu_kernels())
     assert found["cpu"]["kernels_in_use"] in found["cpu"]["kernels"]
     assert [set(check) for check in found["self_test"]] == [{"name", "ok", "detail"}] * 8

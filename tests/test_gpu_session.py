@@ -261,7 +261,7 @@ def test_outcomes_of_the_test_suite():
 class Lossguard:
     """The package, with one function of its own."""
 
-    LossValidationError = lossguard.LossValidationError
+    LossValidationError, check, _C = lossguard.LossValidationError, staticmethod(lossguard.check), lossguard._C
 
     def __init__(self, name: str, function) -> None:
         self.functional = SimpleNamespace(**{**vars(lossguard.functional), name: function})

@@ -169,8 +169,7 @@ void watched(uint64_t seed) {
         },
         call);
     check(wrong_report(call), "watched", seed);
-    while (cuda_emulator::publish_next_word()) {
-    }
+    check(wait_for(stream(0)), "wait", seed);  // before its tensors go
   }
   cuda_emulator::hold_events(false);
 }
