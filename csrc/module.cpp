@@ -167,8 +167,8 @@ PYBIND11_MODULE(_C, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("limit_slots", &cuda::limit_slots);
 #if defined(LOSSGUARD_EMULATED)
-  m.def("emulate_on", [](int device, uintptr_t stream, bool capturing) {
-    emulated_place = {device, reinterpret_cast<void*>(stream), capturing};
+  m.def("emulate_on", [](int device, uintptr_t stream) {
+    emulated_place = {device, reinterpret_cast<void*>(stream)};
   });
 #endif
   m.def("runtime_calls", [] {

@@ -163,7 +163,7 @@ Call call(const char* loss, int64_t site, const Flags& flags, const View& input,
 class OnCuda {
  public:
 #if defined(LOSSGUARD_EMULATED)
-  explicit OnCuda(const Tensor&) : place_(emulated_place) {}
+  explicit OnCuda(const Tensor&) : place_(current_place(emulated_place.device)) {}
   static bool has(const Tensor&) { return true; }
 #else
   explicit OnCuda(const Tensor& t) : guard_(t.get_device_index()), place_(current_place(t.get_device_index())) {}
@@ -177,6 +177,9 @@ class OnCuda {
     const int64_t size = (bytes + 7) / 8;
     scratch_.emplace(empty(like, &size, 1, DType::f64));
     place_.scratch = scratch_->mutable_data_ptr();
+#if defined(LOSSGUARD_EMULATED)
+    new Tensor(*scratch_);  // there is no pool of the graph's that would keep it
+#endif
   }
   const cuda::Place& place() const { return place_; }
   static void check(cuda::Error error) {

@@ -53,8 +53,8 @@ struct Found {
 // Of all threads. Never destroyed: some may outlive the statics.
 struct State {
   std::mutex mutex;
-  std::deque<Launch> launches;           // about in the order in which they were made
-  std::map<cuda::Slot*, Launch> shared;  // the last of each: captured ones, and those beyond the last slot
+  std::deque<Launch> launches;  // about in the order in which they were made
+  std::deque<Launch> shared;    // of a slot the last: captured ones, and those beyond the last slot
   std::vector<Found> found;
   std::vector<Found> told;  // to another thread than the one that launched it, which may be about to step on it
 };
@@ -83,7 +83,7 @@ void update_count(State& s) {
 // `query` has CUDA asked whether they are.
 template <class Query>
 void sweep(State& s, const Query& query) {
-  const auto look_at = [&](Launch& l) {
+  const auto look_at = [&](const Launch& l) {
     Violations violations;
     int64_t lost = 0;
     const cuda::Answer answer = cuda::ask(*l.slot, query(l), violations, lost);
@@ -95,12 +95,17 @@ void sweep(State& s, const Query& query) {
     s.found.push_back({{l.call, violations, lost, l.place.capturing}, l.owner});
     return answer;
   };
-  std::erase_if(s.launches, [&](Launch& l) {
+  std::erase_if(s.launches, [&](const Launch& l) {
     if (look_at(l) == cuda::Answer::none_yet) return false;
     cuda::give_back(*l.slot);
     return true;
   });
-  for (auto& [slot, l] : s.shared) look_at(l);
+  std::erase_if(s.shared, [&](const Launch& l) {
+    const bool abandoned = cuda::is_abandoned(*l.slot);
+    look_at(l);
+    if (abandoned) cuda::give_back(*l.slot);
+    return abandoned;
+  });
   update_count(s);
 }
 
@@ -131,14 +136,19 @@ void tell(const std::vector<Finding>& findings, Moment moment) {
 void add(const cuda::Place& place, cuda::Slot& slot, Call&& call) {
   static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
   static_cast<void>(registered);
+  static const std::shared_ptr<Thread>& nobody = *new std::shared_ptr<Thread>(new Thread{false});
   State& s = *state;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const bool alone = call.flags.policy.when == When::immediately;
-  Launch launch{place, &slot, std::move(call), {this_thread(), alone}};
-  if (cuda::is_shared(slot))
-    s.shared.insert_or_assign(&slot, std::move(launch));
-  else
+  // Whoever replays a graph, it need not be the one who recorded it.
+  const std::shared_ptr<Thread> thread = place.capturing ? nobody : this_thread();
+  Launch launch{place, &slot, std::move(call), {thread, alone}};
+  if (cuda::is_shared(slot)) {
+    std::erase_if(s.shared, [&](const Launch& l) { return l.slot == &slot; });
+    s.shared.push_back(std::move(launch));
+  } else {
     s.launches.push_back(std::move(launch));
+  }
   update_count(s);
 }
 
@@ -168,39 +178,39 @@ void wait(Until until, Moment moment) {
   const std::shared_ptr<Thread>& self = this_thread();
   const auto awaited = [&](const Launch& l) {
     if (until == Until::all) return true;
-    if (until == Until::own) return l.owner.thread == self;
+    if (until == Until::own) return l.owner.thread == self || l.place.capturing;
     return l.call.flags.needs_grad && concerns_us(l.owner, moment);
   };
   std::vector<cuda::Slot*> slots;
   std::set<std::pair<int, void*>> streams;
+  std::map<int, cuda::Place> now;  // by device
+  std::set<int> captured;          // devices
   bool capturing = false;
-  std::map<std::pair<int, void*>, cuda::Place> captured;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
     const auto note = [&](const Launch& l) {
-      if (l.place.capturing || !awaited(l)) return;
+      if (!awaited(l) || cuda::is_abandoned(*l.slot)) return;
+      const int device = l.place.device;
+      if (!now.count(device)) now[device] = current_place(device);
+      capturing = capturing || now[device].capturing;
+      if (l.place.capturing) {
+        captured.insert(device);
+        return;
+      }
       slots.push_back(l.slot);
       streams.insert({l.place.device, l.place.stream});
     };
-    for (const Launch& l : s.launches) {
-      note(l);
-      capturing = capturing || current_place(l.place.device).capturing;
-    }
-    for (const auto& [slot, l] : s.shared) {
-      note(l);
-      if (!l.place.capturing) continue;
-      // A replay is in the stream that is current now, or one that this waits for.
-      const cuda::Place now = current_place(l.place.device);
-      if (!now.capturing) captured.insert_or_assign({now.device, now.stream}, now);
-    }
+    for (const Launch& l : s.launches) note(l);
+    for (const Launch& l : s.shared) note(l);
   }
   if (capturing) return;  // a step that is recorded: what it waits for would be recorded with it
   // Without the lock: others go on launching. A slot that is in use again by then is waited for a little longer.
   // The youngest first: when it is over, the others of its stream are, and need no wait.
   cuda::Error error = nullptr;
   for (auto slot = slots.rbegin(); slot != slots.rend() && !error; ++slot) error = cuda::wait(**slot);
-  for (const auto& [stream, place] : captured)
-    if (!error) error = cuda::drain(place);
+  // A replay is in the stream that is current now, or one that this waits for.
+  for (const int device : captured)
+    if (!error) error = cuda::drain(now[device]);
   std::vector<Finding> ours;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);

@@ -48,6 +48,11 @@ class Emulator:
         self._library.lossguard_emulator_log.restype = ctypes.c_char_p
         self._library.lossguard_emulator_set_schedule.argtypes = (ctypes.c_char_p, ctypes.c_uint64)
         self._library.lossguard_emulator_create_stream.restype = ctypes.c_size_t
+        self._library.lossguard_emulator_begin_capture.argtypes = (ctypes.c_size_t,)
+        self._library.lossguard_emulator_end_capture.argtypes = (ctypes.c_size_t,)
+        self._library.lossguard_emulator_end_capture.restype = ctypes.c_size_t
+        self._library.lossguard_emulator_destroy_graph.argtypes = (ctypes.c_size_t,)
+        self._library.lossguard_emulator_replay.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 
     def set_schedule(self, name: str, seed: int = 1) -> None:
         self._library.lossguard_emulator_set_schedule(name.encode(), seed)
@@ -60,6 +65,19 @@ class Emulator:
 
     def create_stream(self, device: int) -> int:
         return self._library.lossguard_emulator_create_stream(device)
+
+    def begin_capture(self, stream: int) -> None:
+        assert self._library.lossguard_emulator_begin_capture(stream) == 0
+
+    def end_capture(self, stream: int) -> int:
+        """A graph; 0 if something spoiled it."""
+        return self._library.lossguard_emulator_end_capture(stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        self._library.lossguard_emulator_destroy_graph(graph)
+
+    def replay(self, graph: int, stream: int) -> None:
+        assert self._library.lossguard_emulator_replay(graph, stream) == 0
 
     def launches(self) -> list[Launch]:
         """Since the last call."""

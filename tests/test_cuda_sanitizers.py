@@ -28,7 +28,7 @@ SMALL = (
 )
 # Of the plain build: AddressSanitizer also sees the ends of rows and tensors in all regimes but the largest.
 REGIMES = {"tsan": SMALL, "asan": ("--without", "more than")}
-IN_FLIGHT = ("in flight", "host threads", "watched", "handed over")  # streams.cpp
+IN_FLIGHT = ("in flight", "host threads", "watched", "replayed", "handed over")  # streams.cpp
 
 
 @functools.cache

@@ -682,12 +682,12 @@ def test_on_report():
 
 
 @contextlib.contextmanager
-def on(device: int = 0, stream: int = 0, capturing: bool = False) -> Iterator[None]:
-    _C.emulate_on(device, stream, capturing)
+def on(device: int = 0, stream: int = 0) -> Iterator[None]:
+    _C.emulate_on(device, stream)
     try:
         yield
     finally:
-        _C.emulate_on(0, 0, False)
+        _C.emulate_on(0, 0)
 
 
 def test_streams_and_devices():
@@ -838,24 +838,165 @@ def test_a_forked_child_says_what_to_do_and_the_parent_goes_on():
     assert status == "status 0" and parent.startswith("parent: Target 7 is out of bounds")
 
 
-def test_a_captured_launch_reports_as_such():
-    """The emulator has no graphs: a launch that takes itself for a captured one runs at once, like one replay."""
-    with on(capturing=True):
-        F.cross_entropy(torch.randn(32, C), bad(1)[1])
+# The emulator's graphs have the kernels of lossguard alone: what torch computes while one is recorded, it computes then.
+
+
+class Graph:
+    """`function`, recorded. What it returns is kept: a replay writes there."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        stream = emulator().create_stream(0)
+        emulator().begin_capture(stream)
+        try:
+            with on(stream=stream):
+                self.kept = function()
+        finally:
+            self.graph = emulator().end_capture(stream)
+        assert self.graph, "the capture was spoiled"
+
+    def replay(self, stream: int = 0) -> None:
+        emulator().replay(self.graph, stream)
+
+    def __del__(self) -> None:
+        emulator().destroy_graph(self.graph)
+
+
+def loss_and_gradient(x: Tensor, t: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(x, t, **options)
+    one = torch.ones(())
+    return loss, torch.autograd.grad(loss, x, one, retain_graph=True)[0], one
+
+
+def test_a_graph():
+    """Each replay is checked, and its results are those of a call; a report says that it is of a graph."""
+    x, t = torch.randn(32, C, requires_grad=True), batch(1)[1]
+    graph = Graph(lambda: loss_and_gradient(x, t))
+    lossguard.check()  # nothing has run
+    for labels in (batch(1)[1], bad(2)[1], batch(3)[1], bad(4, -1)[1], batch(5)[1]):
+        t.copy_(labels)
+        graph.replay()
+        loss, gradient, _ = graph.kept
+        if labels.max() < C and labels.min() >= 0:
+            lossguard.check()
+            expected = loss_and_gradient(x, t)
+            assert torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
+            continue
+        assert loss.isnan() and not gradient[3].any()
+        with pytest.raises(TargetOutOfBoundsError) as caught:
+            lossguard.check()
+        assert caught.value.report.captured and caught.value.report.values == [labels[3]]
+        assert "captured at" in str(caught.value) and "loss = F.cross_entropy(x, t" in str(caught.value)
+
+
+def test_a_graph_recorded_before_the_device_was_used():
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_USE], capture_output=True, text=True, env=environment(), timeout=100
+    )
+    assert run.stdout == "Target 9 is out of bounds.\n", run.stderr
+
+
+FIRST_USE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import lossguard, torch
+from test_deferred import Graph
+lossguard.configure(when="deferred")
+x, t = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+graph = Graph(lambda: torch.ops.lossguard.cross_entropy_forward(x, t, None, -100, 0.0, 1, 0))
+t[1] = 9
+graph.replay()
+try:
+    lossguard.check()
+except IndexError as error:
+    print(str(error).partition(" CrossEntropyLoss")[0])
+"""
+
+
+def test_graphs_replayed_at_the_same_time():
+    x = torch.randn(32, C)
+    targets = [bad(i, 90 + i)[1] for i in range(4)]
+    forward = torch.ops.lossguard.cross_entropy_forward
+    graphs = [Graph(lambda t=t: forward(x, t, None, -100, 0.0, 1, 0)) for t in targets]
+    for graph in graphs:
+        graph.replay(emulator().create_stream(0))
+    graphs[2].replay()
     with pytest.raises(TargetOutOfBoundsError) as caught:
         lossguard.check()
-    assert caught.value.report.captured and "captured at" in str(caught.value)
+    assert [r.values for r in caught.value.reports] == [[90], [91], [92], [93]]
+    assert "1 calls failed their checks whose reports were lost" in str(caught.value)
     lossguard.check()
 
 
+def test_a_step_waits_for_the_replays_before_it():
+    net, t = model(), batch(1)[1]
+    optimizer = sgd(net.parameters())
+    logits = net(batch(1)[0]).detach().requires_grad_()
+    graph = Graph(lambda: loss_and_gradient(logits, t))
+    for label in (0, 77):
+        t[5] = label
+        optimizer.zero_grad()
+        graph.replay()
+        net(batch(1)[0]).backward(graph.kept[1])
+        if not label:
+            assert calls_of(optimizer.step)["cudaStreamSynchronize"] == 1
+            continue
+        before = snapshot(net, optimizer)
+        with pytest.raises(TargetOutOfBoundsError, match="Target 77"):
+            optimizer.step()
+        assert_same(before, snapshot(net, optimizer))
+
+
+def test_a_graph_without_gradients_is_not_waited_for_by_a_step():
+    gc.collect()  # other tests' graphs
+    x, t = torch.randn(32, C), batch(1)[1]
+    graph = Graph(lambda: torch.ops.lossguard.cross_entropy_forward(x, t, None, -100, 0.0, 1, 0))
+    graph.replay()
+    net = model()
+    optimizer = sgd(net.parameters())
+    F.cross_entropy(net(batch(1)[0]), t).backward()
+    assert "cudaStreamSynchronize" not in calls_of(optimizer.step)
+
+
+def test_a_graph_that_is_gone_leaves_nothing_behind():
+    gc.collect()
+    x, t = torch.randn(32, C, requires_grad=True), bad(1)[1]
+    lossguard.check()
+    before = _C.pending()
+    graphs = [Graph(lambda: loss_and_gradient(x, t)) for _ in range(3)]
+    assert _C.pending() == before + 3
+    for graph in graphs:
+        graph.replay()
+    del graph, graphs
+    with pytest.raises(TargetOutOfBoundsError) as caught:
+        lossguard.check()
+    assert len(caught.value.reports) == 3 and _C.pending() == before
+    slots = calls_of(lambda: [Graph(lambda: loss_and_gradient(x, t)) for _ in range(3)])
+    lossguard.check()
+    assert _C.pending() == before and slots["cudaUserObjectCreate"] == 3
+
+
 def test_nothing_is_waited_for_while_a_graph_is_recorded():
+    """Nor is what another thread does then allowed to spoil the graph."""
     net, (x, t) = model(), batch(1)
     optimizer = sgd(net.parameters())
-    with on(capturing=True):
 
-        def step() -> None:
-            F.cross_entropy(net(x), t).backward()
-            optimizer.step()
+    def step() -> object:
+        loss = F.cross_entropy(net(x), t)
+        loss.backward()
+        optimizer.step()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(train_elsewhere).result()
+        return loss
 
-        calls = calls_of(step)
-    assert not {"cudaEventSynchronize", "cudaStreamSynchronize", "cudaEventRecord"} & set(calls)
+    def train_elsewhere() -> None:
+        other = Training(sgd)
+        for seed in range(3):
+            other.step(*batch(seed))
+        with on(stream=emulator().create_stream(1), device=1):  # a stream and a device that are new
+            other.step(*batch(3))
+        lossguard.check()
+
+    step()
+    graphs = []
+    calls = calls_of(lambda: graphs.append(Graph(step)))
+    assert calls["cudaEventSynchronize"] == 4  # of the other thread's steps

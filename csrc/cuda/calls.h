@@ -11,9 +11,10 @@ namespace lossguard::cuda {
 #define LOSSGUARD_RUNTIME_CALLS(X)                                                                                   \
   X(cudaDeviceGetAttribute) X(cudaDriverGetVersion) X(cudaEventCreateWithFlags) X(cudaEventQuery) X(cudaEventRecord) \
   X(cudaEventSynchronize) X(cudaFree) X(cudaFuncGetAttributes) X(cudaGetDeviceCount) X(cudaGetLastError)             \
-  X(cudaHostAlloc) X(cudaHostGetDevicePointer) X(cudaLaunchKernelEx) X(cudaMalloc) X(cudaMemsetAsync)                \
-  X(cudaRuntimeGetVersion) X(cudaSetDevice) X(cudaStreamCreateWithFlags) X(cudaStreamDestroy)                        \
-  X(cudaStreamIsCapturing) X(cudaStreamSynchronize) X(cudaThreadExchangeStreamCaptureMode)
+  X(cudaGraphRetainUserObject) X(cudaHostAlloc) X(cudaHostGetDevicePointer) X(cudaLaunchKernelEx) X(cudaMalloc)      \
+  X(cudaMemsetAsync) X(cudaRuntimeGetVersion) X(cudaSetDevice) X(cudaStreamCreateWithFlags) X(cudaStreamDestroy)     \
+  X(cudaStreamGetCaptureInfo) X(cudaStreamIsCapturing) X(cudaStreamSynchronize)                                      \
+  X(cudaThreadExchangeStreamCaptureMode) X(cudaUserObjectCreate)
 
 enum class RuntimeCall {
 #define X(name) name,

@@ -27,6 +27,8 @@ Error gpu_of(const Place& place, Gpu& gpu);
 // A slot for one launch. Afterwards, that launch is told about, or the slot given back.
 Error prepare(const Place& place, Workspace& workspace, Slot*& slot);
 Error launched(const Place& place, Slot& slot);
+// CUDA loads a kernel at its first launch, which may not be captured.
+Error load(const void* kernel);
 Error words(int cuda_error);  // of a cudaError_t; null for success
 
 #define LG_TRY(call) \
@@ -36,10 +38,8 @@ inline int grid_for(const Gpu& gpu, int64_t blocks) { return int(std::clamp<int6
 
 template <class... Parameters, class... Arguments>
 Error launch(void (*kernel)(Parameters...), int blocks, const Place& place, const Arguments&... arguments) {
-  if (place.capturing) {  // CUDA loads a kernel at its first launch, which may not be captured
-    cudaFuncAttributes attributes;
-    LG_TRY(LG_CUDA(cudaFuncGetAttributes, &attributes, kernel));
-  }
+  if (place.capturing)
+    if (Error error = load(reinterpret_cast<const void*>(kernel))) return error;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kThreads);

@@ -20,6 +20,7 @@ struct Slot {
   cudaEvent_t event = nullptr;  // behind the launch
   uint32_t lost = 0;            // of Mail::lost, what the host has taken note of
   bool shared = false;
+  uint32_t graph_is_gone = 0;
 };
 
 namespace {
@@ -36,6 +37,7 @@ struct Device {
   uint32_t *bell_on_host = nullptr, *bell_on_device = nullptr;
   std::deque<Slot> slots;
   std::vector<Slot*> free;
+  int shared = 0;  // slots
   struct OfStream {
     Scratch scratch;
     Slot* overflow;  // of its launches that find no slot free
@@ -146,7 +148,7 @@ Error add_slots(Device& d, int device, int count) {
 Error take_slot(Device& d, int device, Slot*& slot) {
   slot = nullptr;
   if (d.free.empty()) {
-    const int room = most_slots - int(d.slots.size());
+    const int room = most_slots - (int(d.slots.size()) - d.shared);
     if (room <= 0) return nullptr;
     if (Error error = add_slots(d, device, std::min(room, kSlotsAtOnce))) return error;
   }
@@ -156,13 +158,25 @@ Error take_slot(Device& d, int device, Slot*& slot) {
   return nullptr;
 }
 
-// For good.
 Error add_shared_slot(Device& d, int device, Slot*& slot) {
-  if (Error error = add_slots(d, device, 1)) return error;
-  slot = d.free.back();
-  d.free.pop_back();
+  if (d.free.empty())
+    if (Error error = add_slots(d, device, kSlotsAtOnce)) return error;
+  if (Error error = take_slot(d, device, slot)) return error;
   slot->shared = true;
+  ++d.shared;
   return nullptr;
+}
+
+// For all replays of a launch that is being captured, until the graph is destroyed, and all that was made of it.
+Error add_captured_slot(Device& d, const Place& place, Slot*& slot) {
+  if (Error error = add_shared_slot(d, place.device, slot)) return error;
+  cudaStreamCaptureStatus status;
+  cudaGraph_t graph = nullptr;
+  cudaUserObject_t object;
+  const auto tell = [](void* slot) { __atomic_store_n(&static_cast<Slot*>(slot)->graph_is_gone, 1, __ATOMIC_RELEASE); };
+  LG_TRY(LG_CUDA(cudaStreamGetCaptureInfo, static_cast<cudaStream_t>(place.stream), &status, nullptr, &graph));
+  LG_TRY(LG_CUDA(cudaUserObjectCreate, &object, slot, cudaHostFn_t(tell), 1u, unsigned(cudaUserObjectNoDestructorSync)));
+  return words(LG_CUDA(cudaGraphRetainUserObject, graph, object, 1u, unsigned(cudaGraphUserObjectMove)));
 }
 
 Error add_stream(Device& d, const Place& place, Device::OfStream*& out) {
@@ -246,7 +260,7 @@ Error prepare(const Place& place, Workspace& workspace, Slot*& slot) {
     const std::lock_guard<std::mutex> lock(d->mutex);
     if (place.capturing) {
       workspace.scratch = Parts(d->gpu).in(place.scratch);
-      if (Error error = add_shared_slot(*d, place.device, slot)) return error;
+      if (Error error = add_captured_slot(*d, place, slot)) return error;
     } else {
       Device::OfStream* of_stream = nullptr;
       const auto found = d->streams.find(place.stream);
@@ -270,6 +284,12 @@ Error prepare(const Place& place, Workspace& workspace, Slot*& slot) {
 Error launched(const Place& place, Slot& slot) {
   if (place.capturing) return nullptr;  // an event recorded there is the graph's
   return words(LG_CUDA(cudaEventRecord, slot.event, stream_of(place)));
+}
+
+Error load(const void* kernel) {
+  const RelaxedCapture relaxed;
+  cudaFuncAttributes attributes;
+  return words(LG_CUDA(cudaFuncGetAttributes, &attributes, kernel));
 }
 
 bool bell_rang() {
@@ -306,16 +326,22 @@ Error wait(const Slot& slot) {
 }
 
 void give_back(Slot& slot) {
-  if (slot.shared) return;
+  if (slot.shared && !is_abandoned(slot)) return;
   Device& d = *devices[slot.device];
   const std::lock_guard<std::mutex> lock(d.mutex);
+  d.shared -= slot.shared;
+  slot.shared = false;
+  slot.graph_is_gone = 0;
   d.free.push_back(&slot);
 }
 
 bool is_shared(const Slot& slot) { return slot.shared; }
 
+bool is_abandoned(const Slot& slot) { return __atomic_load_n(&slot.graph_is_gone, __ATOMIC_ACQUIRE); }
+
 Error drain(const Place& place) {
   if (forked) return kForked;
+  const RelaxedCapture relaxed;
   LG_TRY(LG_CUDA(cudaSetDevice, place.device));
   return words(LG_CUDA(cudaStreamSynchronize, stream_of(place)));
 }

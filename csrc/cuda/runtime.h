@@ -40,6 +40,8 @@ Error wait(const Slot&);
 void give_back(Slot&);
 // Whether launches share it: of replays of a graph, or when there were too many in flight for one each.
 bool is_shared(const Slot&);
+// Whether the graph that its launch was captured into is gone: it is nobody's, then, and can be given back.
+bool is_abandoned(const Slot&);
 // Waits for all that the stream has been given.
 Error drain(const Place&);
 

@@ -58,6 +58,11 @@ EMULATOR_VISIBLE void lossguard_emulator_set_driver_version(int version);
 EMULATOR_VISIBLE void lossguard_emulator_hold_events(int hold);  // what has run is published when they no longer are
 EMULATOR_VISIBLE void lossguard_emulator_set_late_execution(int late);
 EMULATOR_VISIBLE void* lossguard_emulator_create_stream(int device);
+// Graphs, by the functions of CUDA's that `include/` declares. A capture that was spoiled ends in null.
+EMULATOR_VISIBLE int lossguard_emulator_begin_capture(void* stream);
+EMULATOR_VISIBLE void* lossguard_emulator_end_capture(void* stream);
+EMULATOR_VISIBLE void lossguard_emulator_destroy_graph(void* graph);
+EMULATOR_VISIBLE int lossguard_emulator_replay(void* graph, void* stream);
 // Lines of text: kernel, blocks, threads, with tabs between. Valid until the calling thread's next call.
 EMULATOR_VISIBLE const char* lossguard_emulator_log();
 EMULATOR_VISIBLE void lossguard_emulator_clear_log();

@@ -63,12 +63,14 @@ Settings::Settings() {
 }
 Settings settings;
 
+using Action = std::function<std::string(cudaStream_t)>;  // returns nothing, or what went wrong
+
 // Work in a stream.
 struct Operation {
   cudaStream_t stream;
   uint64_t number;                                // in its stream
   std::vector<std::shared_ptr<Operation>> after;  // of other streams
-  std::function<std::string()> action;            // returns nothing, or what went wrong
+  Action action;
   bool done = false;
   uint64_t writes = 0;  // the last write to mapped memory that is published once the host knows that this is done
   uint64_t enqueued, finished;  // addresses for TSan
@@ -76,6 +78,22 @@ struct Operation {
 using OperationPtr = std::shared_ptr<Operation>;
 
 }  // namespace cuda_emulator
+
+// Destroyed with the last graph that has it.
+struct CUuserObject_st {
+  void* memory;
+  cudaHostFn_t destroy;
+  ~CUuserObject_st() { destroy(memory); }
+};
+
+// What was recorded, in its order.
+struct CUgraph_st {
+  std::vector<cuda_emulator::Action> actions;
+  std::vector<std::shared_ptr<CUuserObject_st>> retained;
+};
+struct CUgraphExec_st : CUgraph_st {
+  cuda_emulator::OperationPtr last;  // of its last launch: launches of one graph follow each other
+};
 
 struct CUstream_st {
   int device;
@@ -86,6 +104,9 @@ struct CUstream_st {
   uint64_t let_complete = 0;  // operations up to this one may be seen to be complete although events are held
   cuda_emulator::Clock clock;
   std::vector<cuda_emulator::Fiber*> kept_fibers;
+  std::unique_ptr<CUgraph_st> capture;  // being recorded
+  cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+  bool capture_failed = false;
 
   CUstream_st(int device, bool is_null, bool non_blocking)
       : device(device), is_null(is_null), non_blocking(non_blocking) {}
@@ -98,6 +119,7 @@ struct CUstream_st {
 struct CUevent_st {
   int device;
   cuda_emulator::OperationPtr recorded;
+  bool captured = false;  // recorded last while its stream was being captured: part of a graph, and of no use outside
 };
 
 namespace cuda_emulator {
@@ -111,6 +133,9 @@ struct Runtime {
   std::set<cudaEvent_t> events;
   std::set<void*> memory;
   std::map<const void*, int> dynamic_shared;  // by kernel, what cudaFuncSetAttribute allows
+  std::set<const void*> loaded;               // kernels: at the first launch, which cannot be a captured one
+  std::set<cudaGraph_t> graphs;
+  std::set<cudaGraphExec_t> executables;
   bool holds_events = false;
   std::string late_error;  // of work that ran since the last wait
   Random order{settings.seed};  // of late execution
@@ -118,6 +143,7 @@ struct Runtime {
 Runtime& runtime = *new Runtime;
 
 thread_local int current_device = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;  // of this thread's calls
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaError_t explained_error = cudaSuccess;
 thread_local std::string explanation;
@@ -145,6 +171,23 @@ bool driver_is_too_old() { return settings.driver_version < CUDART_VERSION; }
 #define RETURN_IF_NO_DRIVER() \
   if (driver_is_too_old()) return failure(cudaErrorInsufficientDriver)
 
+// What might wait for work that is being recorded is not allowed while any stream records, but to a thread that asks
+// for it: the capture is lost.
+bool spoils_a_capture() {
+  if (capture_mode == cudaStreamCaptureModeRelaxed) return false;
+  bool spoils = false;
+  for (cudaStream_t stream : runtime.streams)
+    if (stream->capture && stream->capture_mode == cudaStreamCaptureModeGlobal) spoils = stream->capture_failed = true;
+  return spoils;
+}
+cudaError_t fail_capture(cudaStream_t stream) {
+  stream->capture_failed = true;
+  return failure(cudaErrorStreamCaptureUnsupported, "emulator: the stream is being captured");
+}
+#define RETURN_IF_SPOILING_A_CAPTURE() \
+  if (spoils_a_capture())              \
+  return failure(cudaErrorStreamCaptureUnsupported, "emulator: not allowed while a stream is capturing")
+
 // ---- work in streams
 
 // Null if there is no such stream.
@@ -169,7 +212,7 @@ void execute(const OperationPtr& operation) {
     acquire(&operation->enqueued);
     for (const OperationPtr& earlier : operation->after) acquire(&earlier->finished);
   });
-  const std::string error = operation->action();
+  const std::string error = operation->action(&stream);
   stream.clock.act([&] { release(&operation->finished); });
   if (!error.empty()) runtime.late_error = error;
   operation->writes = pending_writes();
@@ -230,8 +273,7 @@ cudaError_t wait_for_device(int device) {
   return error;
 }
 
-OperationPtr enqueue(cudaStream_t stream, std::function<std::string()> action,
-                     std::vector<OperationPtr> after = {}) {
+OperationPtr enqueue(cudaStream_t stream, Action action, std::vector<OperationPtr> after = {}) {
   auto operation = std::make_shared<Operation>();
   operation->stream = stream;
   operation->number = ++stream->enqueued;
@@ -249,8 +291,13 @@ OperationPtr enqueue(cudaStream_t stream, std::function<std::string()> action,
   return operation;
 }
 
-// Enqueues, and runs it now unless execution is late.
-cudaError_t submit(cudaStream_t stream, std::function<std::string()> action, std::vector<OperationPtr> after = {}) {
+// Enqueues, and runs it now unless execution is late. In a stream that is being captured, neither: it is recorded.
+cudaError_t submit(cudaStream_t stream, Action action, std::vector<OperationPtr> after = {}) {
+  if (stream->capture) {
+    if (!after.empty()) return failure(cudaErrorNotSupported, "emulator: a capture is of one stream");
+    stream->capture->actions.push_back(std::move(action));
+    return cudaSuccess;
+  }
   const OperationPtr operation = enqueue(stream, std::move(action), std::move(after));
   if (settings.late) return cudaSuccess;
   execute_until(operation);
@@ -262,6 +309,7 @@ void let_all_complete() {
 }
 
 std::string run_in(cudaStream_t stream, Grid& grid) {
+  grid.kept_fibers = &stream->kept_fibers;
   stream->clock.act([&] { release(&grid.started); });
   update_device_from_host();
   log_launch(grid);
@@ -340,8 +388,15 @@ cudaError_t launch(const cudaLaunchConfig_t& config, BoundKernel bound) {
   ready->blocks = grid.x;
   ready->threads = block.x;
   ready->dynamic_shared = config.dynamicSmemBytes;
-  ready->kept_fibers = &stream->kept_fibers;
-  return submit(stream, [stream, ready] { return run_in(stream, *ready); });
+  if (stream->capture && !runtime.loaded.count(ready->bound.kernel)) {
+    stream->capture_failed = true;
+    return failure(cudaErrorStreamCaptureUnsupported, "emulator: a kernel that is not loaded yet is being captured");
+  }
+  runtime.loaded.insert(ready->bound.kernel);
+  return submit(stream, [ready](cudaStream_t in) {
+    Grid grid = *ready;
+    return run_in(in, grid);
+  });
 }
 
 cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
@@ -349,6 +404,14 @@ cudaError_t set_function_attribute(const void* kernel, cudaFuncAttribute attribu
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || size_t(value) > kMaxDynamicShared) return failure(cudaErrorInvalidValue);
   runtime.dynamic_shared[kernel] = value;
+  return cudaSuccess;
+}
+
+cudaError_t load_kernel(const void* kernel) {
+  const Call call;
+  RETURN_IF_NO_DRIVER();
+  RETURN_IF_SPOILING_A_CAPTURE();
+  runtime.loaded.insert(kernel);
   return cudaSuccess;
 }
 
@@ -405,6 +468,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaDeviceSynchronize() {
   const Call call;
   RETURN_IF_NO_DRIVER();
+  RETURN_IF_SPOILING_A_CAPTURE();
   return wait_for_device(current_device);
 }
 
@@ -421,6 +485,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 cudaError_t cudaMalloc(void** memory, size_t size) {
   const Call call;
   RETURN_IF_NO_DRIVER();
+  RETURN_IF_SPOILING_A_CAPTURE();
   *memory = nullptr;
   if (!size) return cudaSuccess;
   // Of exactly this size, for ASan.
@@ -432,6 +497,7 @@ cudaError_t cudaMalloc(void** memory, size_t size) {
 
 cudaError_t cudaFree(void* memory) {
   const Call call;
+  RETURN_IF_SPOILING_A_CAPTURE();
   if (!memory) return cudaSuccess;
   if (!runtime.memory.erase(memory)) return failure(cudaErrorInvalidValue);
   const cudaError_t error = wait_for_device(current_device);
@@ -444,8 +510,8 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t size, cudaStream_t h
   RETURN_IF_NO_DRIVER();
   const cudaStream_t stream = stream_of(handle);
   if (!stream) return failure(cudaErrorInvalidResourceHandle);
-  return submit(stream, [=] {
-    stream->clock.act([&] { memset(memory, value, size); });
+  return submit(stream, [=](cudaStream_t in) {
+    in->clock.act([&] { memset(memory, value, size); });
     return std::string();
   });
 }
@@ -465,8 +531,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
     staged.reset(new char[size]);
     memcpy(staged.get(), from, size);
   }
-  const cudaError_t error = submit(stream, [=] {
-    stream->clock.act([&] { memcpy(to, from_pageable ? staged.get() : from, size); });
+  const cudaError_t error = submit(stream, [=](cudaStream_t in) {
+    in->clock.act([&] { memcpy(to, from_pageable ? staged.get() : from, size); });
     return std::string();
   });
   return error || !to_pageable ? error : wait_for(stream->last);
@@ -480,12 +546,14 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind k
 cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) {
   const Call call;
   RETURN_IF_NO_DRIVER();
+  RETURN_IF_SPOILING_A_CAPTURE();
   *memory = allocate_mapped(size);
   return *memory ? cudaSuccess : failure(cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFreeHost(void* memory) {
   const Call call;
+  RETURN_IF_SPOILING_A_CAPTURE();
   if (!memory) return cudaSuccess;
   const cudaError_t error = wait_for_device(current_device);
   return free_mapped(memory) ? error : failure(cudaErrorInvalidValue);
@@ -517,14 +585,18 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   const Call call;
   RETURN_IF_NO_DRIVER();
+  RETURN_IF_SPOILING_A_CAPTURE();
   const cudaStream_t stream = stream_of(handle);
+  if (stream && stream->capture) return fail_capture(stream);
   return stream ? wait_for(stream->last) : failure(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   const Call call;
   RETURN_IF_NO_DRIVER();
+  RETURN_IF_SPOILING_A_CAPTURE();
   const cudaStream_t stream = stream_of(handle);
+  if (stream && stream->capture) return fail_capture(stream);
   return stream ? ask_for(stream->last) : failure(cudaErrorInvalidResourceHandle);
 }
 
@@ -532,20 +604,110 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   const Call call;
   const cudaStream_t stream = stream_of(handle);
   if (!stream || !runtime.events.count(event)) return failure(cudaErrorInvalidResourceHandle);
+  if (event->captured) return failure(cudaErrorNotSupported, "emulator: a capture is of one stream");
   if (!event->recorded) return cudaSuccess;
-  return submit(stream, [] { return std::string(); }, {event->recorded});
+  return submit(stream, [](cudaStream_t) { return std::string(); }, {event->recorded});
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   const Call call;
-  if (!stream_of(handle)) return failure(cudaErrorInvalidResourceHandle);
-  *status = cudaStreamCaptureStatusNone;
+  const cudaStream_t stream = stream_of(handle);
+  if (!stream) return failure(cudaErrorInvalidResourceHandle);
+  *status = !stream->capture          ? cudaStreamCaptureStatusNone
+            : stream->capture_failed ? cudaStreamCaptureStatusInvalidated
+                                     : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-  std::swap(*mode, current);
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
+  const Call call;
+  RETURN_IF_NO_DRIVER();
+  const cudaStream_t stream = stream_of(handle);
+  if (!stream) return failure(cudaErrorInvalidResourceHandle);
+  if (stream->is_null || stream->capture) return failure(cudaErrorStreamCaptureUnsupported);
+  stream->capture = std::make_unique<CUgraph_st>();
+  stream->capture_mode = mode;
+  stream->capture_failed = false;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
+  const Call call;
+  const cudaStream_t stream = stream_of(handle);
+  *graph = nullptr;
+  if (!stream || !stream->capture) return failure(cudaErrorInvalidResourceHandle);
+  const std::unique_ptr<CUgraph_st> recorded = std::move(stream->capture);
+  if (stream->capture_failed) return failure(cudaErrorStreamCaptureInvalidated);
+  runtime.graphs.insert(*graph = new CUgraph_st(*recorded));
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t* graph) {
+  if (cudaError_t error = cudaStreamIsCapturing(handle, status)) return error;
+  const Call call;
+  if (*status != cudaStreamCaptureStatusActive) return cudaSuccess;
+  if (id) return failure(cudaErrorNotSupported, "emulator: captures have no id");
+  if (graph) *graph = stream_of(handle)->capture.get();
+  return cudaSuccess;
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* memory, cudaHostFn_t destroy, unsigned references,
+                                 unsigned flags) {
+  if (references != 1 || flags != cudaUserObjectNoDestructorSync) return failure(cudaErrorInvalidValue);
+  *object = new CUuserObject_st{memory, destroy};
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count, unsigned flags) {
+  const Call call;
+  if (!graph || count != 1) return failure(cudaErrorInvalidValue);
+  if (flags != cudaGraphUserObjectMove) return failure(cudaErrorNotSupported, "emulator: references are moved");
+  graph->retained.emplace_back(object);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  const Call call;
+  if (!runtime.graphs.erase(graph)) return failure(cudaErrorInvalidValue);
+  delete graph;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  const Call call;
+  if (!runtime.graphs.count(graph)) return failure(cudaErrorInvalidValue);
+  runtime.executables.insert(*executable = new CUgraphExec_st{{*graph}, nullptr});
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
+  const Call call;
+  RETURN_IF_NO_DRIVER();
+  const cudaStream_t stream = stream_of(handle);
+  if (!stream || !runtime.executables.count(executable)) return failure(cudaErrorInvalidValue);
+  if (stream->capture) return failure(cudaErrorNotSupported, "emulator: no graph within a graph");
+  cudaError_t error = cudaSuccess;
+  for (const Action& action : executable->actions) {
+    std::vector<OperationPtr> after;
+    if (executable->last) after.push_back(executable->last);
+    if (cudaError_t e = submit(stream, action, std::move(after))) error = e;
+    executable->last = stream->last;
+  }
+  return error;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  const Call call;
+  if (!runtime.executables.count(executable)) return failure(cudaErrorInvalidValue);
+  if (executable->last) execute_until(executable->last);
+  runtime.executables.erase(executable);
+  delete executable;
   return cudaSuccess;
 }
 
@@ -562,20 +724,25 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
   if (!stream || !runtime.events.count(event)) return failure(cudaErrorInvalidResourceHandle);
   if (event->device != stream->device)
     return failure(cudaErrorInvalidResourceHandle, "emulator: the event and the stream are of different devices");
-  const cudaError_t error = submit(stream, [] { return std::string(); });
-  event->recorded = stream->last;
+  event->captured = stream->capture != nullptr;
+  const cudaError_t error = submit(stream, [](cudaStream_t) { return std::string(); });
+  if (!event->captured) event->recorded = stream->last;
   return error;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const Call call;
+  RETURN_IF_SPOILING_A_CAPTURE();
   if (!runtime.events.count(event)) return failure(cudaErrorInvalidResourceHandle);
+  if (event->captured) return failure(cudaErrorCapturedEvent);
   return ask_for(event->recorded);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const Call call;
+  RETURN_IF_SPOILING_A_CAPTURE();
   if (!runtime.events.count(event)) return failure(cudaErrorInvalidResourceHandle);
+  if (event->captured) return failure(cudaErrorCapturedEvent);
   return wait_for(event->recorded);
 }
 
@@ -604,6 +771,9 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorNotReady: return "cudaErrorNotReady";
     case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
+    case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+    case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
+    case cudaErrorCapturedEvent: return "cudaErrorCapturedEvent";
   }
   return "unrecognized error code";
 }
@@ -623,6 +793,9 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorNotSupported: return "operation not supported";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
   }
   return "unrecognized error code";
 }
@@ -650,4 +823,19 @@ void* lossguard_emulator_create_stream(int device) {
   cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   cudaSetDevice(before);
   return stream;
+}
+int lossguard_emulator_begin_capture(void* stream) {
+  return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream), cudaStreamCaptureModeGlobal);
+}
+void* lossguard_emulator_end_capture(void* stream) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  if (cudaStreamEndCapture(static_cast<cudaStream_t>(stream), &graph)) return nullptr;
+  cudaGraphInstantiate(&executable, graph);
+  cudaGraphDestroy(graph);
+  return executable;
+}
+void lossguard_emulator_destroy_graph(void* graph) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)); }
+int lossguard_emulator_replay(void* graph, void* stream) {
+  return cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), static_cast<cudaStream_t>(stream));
 }

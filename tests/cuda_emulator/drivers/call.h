@@ -129,9 +129,9 @@ class Call {
   };
   std::unique_ptr<cuda::Slot, GiveBack> slot;
   Violations found;
+  int64_t lost = 0;
   // Without waiting; with `query`, CUDA is asked whether the launch is over.
   void ask(bool query) {
-    int64_t lost = 0;
     if (slot && cuda::ask(*slot, query, found, lost) != cuda::Answer::none_yet) slot = nullptr;
   }
   cuda::Error wait() {

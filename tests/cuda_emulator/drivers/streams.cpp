@@ -154,6 +154,46 @@ void handed_over(uint64_t seed, bool by_event) {
   cudaEventDestroy(event);
 }
 
+// Graphs of all losses, each launched twice, and in two streams, between the others'. The second time the mail is full.
+void replayed(uint64_t seed) {
+  struct Graph {
+    std::vector<AnyCall> calls;
+    std::vector<std::vector<double>> scratch;  // of each call
+    cudaGraphExec_t executable;
+  };
+  std::vector<Graph> graphs(kStreams);
+  int64_t bytes = 0;
+  check(words(cuda::scratch_size(0, bytes)), "scratch", seed);
+  for (int g = 0; g < kStreams; ++g) {
+    graphs[g].calls = losses(kRaise, seed * kStreams + uint64_t(g));
+    cudaStreamBeginCapture(stream(g), cudaStreamCaptureModeGlobal);
+    for (AnyCall& call : graphs[g].calls) {
+      // Filled with anything: it is the pool's, and others use it between replays.
+      void* const scratch = graphs[g].scratch.emplace_back(size_t(bytes) / sizeof(double), 0.1).data();
+      check(std::visit([&](auto& c) { return words(c.forward({0, stream(g), true, scratch})); }, call), "forward", seed);
+      check(std::visit([&](auto& c) { return words(c.backward({0, stream(g), true})); }, call), "backward", seed);
+    }
+    cudaGraph_t graph;
+    check(cudaStreamEndCapture(stream(g), &graph) ? "the capture was spoiled" : "", "capture", seed);
+    cudaGraphInstantiate(&graphs[g].executable, graph);
+    cudaGraphDestroy(graph);
+  }
+  check(cuda_emulator::launch_log().empty() ? "" : "something has run already", "while recording", seed);
+  for (int round = 0; round < 2; ++round)
+    for (int g = 0; g < kStreams; ++g)
+      cudaGraphLaunch(graphs[g].executable, stream(int((seed + uint64_t(g + round)) % kStreams)));
+  for (int s = 0; s < kStreams; ++s) check(wait_for(stream(s)), "wait", seed);
+  for (Graph& graph : graphs) {
+    for (AnyCall& call : graph.calls) {
+      check(wrong(call), "replayed", seed);
+      const int64_t lost = std::visit([](const auto& c) { return c.lost; }, call);
+      check(lost == 1 ? "" : std::to_string(lost) + " reports were lost instead of 1", "replayed", seed);
+    }
+    cudaGraphExecDestroy(graph.executable);
+  }
+  cuda_emulator::clear_launch_log();
+}
+
 // The host looks into the mail, and waits for nothing, after each word that reaches it.
 void watched(uint64_t seed) {
   cuda_emulator::set_late_execution(false);
@@ -181,6 +221,7 @@ const struct {
     {"in flight", in_flight},
     {"host threads", host_threads},
     {"watched", watched},
+    {"replayed", replayed},
     {"handed over", [](uint64_t seed) { handed_over(seed, true); }},
     {"handed over without an event", [](uint64_t seed) { handed_over(seed, false); }},
 };
