@@ -705,7 +705,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   const Call call;
   if (!runtime.executables.count(executable)) return failure(cudaErrorInvalidValue);
-  if (executable->last) execute_until(executable->last);
+  if (cudaError_t error = wait_for(executable->last)) return error;  // what it retains goes when it is over
   runtime.executables.erase(executable);
   delete executable;
   return cudaSuccess;
