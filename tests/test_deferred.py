@@ -838,7 +838,7 @@ def test_a_forked_child_says_what_to_do_and_the_parent_goes_on():
     assert status == "status 0" and parent.startswith("parent: Target 7 is out of bounds")
 
 
-# The emulator's graphs have the kernels of lossguard alone: what torch computes while one is recorded, it computes then.
+# The emulator's graphs have the kernels of lossguard alone: what torch computes while one is recorded, is not in it.
 
 
 class Graph:
