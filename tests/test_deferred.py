@@ -369,11 +369,12 @@ def test_nor_through_a_scaler_with_methods_of_its_own():
     assert not unscaled
 
 
-def test_nor_through_a_compiled_step():
+@pytest.mark.parametrize("options", ({"backend": "aot_eager"}, {"mode": "reduce-overhead"}), ids=str)
+def test_nor_through_a_compiled_step(options):
     class Compiled(Training):
         def __init__(self, *args):
             super().__init__(*args)
-            self.compiled = torch.compile(super().step, backend="aot_eager")
+            self.compiled = torch.compile(super().step, **options)
 
         def step(self, x, t):
             self.compiled(x, t)
@@ -395,6 +396,31 @@ def test_nor_through_activation_checkpointing(use_reentrant):
             self.optimizer.step()
 
     check_training(lambda: Checkpointed(sgd))
+
+
+def test_nor_through_a_graph_that_is_retained():
+    class Retained(Training):
+        def step(self, x, t):
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.net(x), t)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            self.optimizer.step()
+
+    check_training(lambda: Retained(sgd))
+
+
+def test_nor_through_a_double_backward():
+    class Penalised(Training):
+        def step(self, x, t):
+            self.optimizer.zero_grad()
+            x = x.clone().requires_grad_()
+            loss = self.criterion(self.net(x), t)
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + gradient.square().sum()).backward()
+            self.optimizer.step()
+
+    check_training(lambda: Penalised(sgd))
 
 
 def test_accumulated_gradients():
@@ -836,6 +862,63 @@ def test_a_forked_child_says_what_to_do_and_the_parent_goes_on():
     child, status, parent = run.stdout.splitlines()
     assert "was forked from one that had used CUDA" in child and "spawn" in child, run.stderr
     assert status == "status 0" and parent.startswith("parent: Target 7 is out of bounds")
+
+
+SPAWN = """
+import multiprocessing, torch, lossguard
+import lossguard.functional as F
+
+def train(label, answers):
+    w = torch.zeros(5, requires_grad=True)
+    F.cross_entropy(w.expand(4, 5), torch.tensor([0, 1, 2, label])).backward()
+    try:
+        torch.optim.SGD([w], lr=0.1).step()
+    except IndexError as error:
+        answers.put((error.report.values, w.any().item()))
+
+if __name__ == "__main__":
+    lossguard.configure(when="deferred")
+    F.cross_entropy(torch.randn(4, 5), torch.tensor([0, 1, 2, 7]))  # pending in the parent
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=train, args=(66, answers))
+    child.start()
+    print(answers.get(timeout=100))
+    child.join(100)
+    try:
+        lossguard.check()
+    except IndexError as error:
+        print(error.report.values, child.exitcode)
+"""
+
+
+def test_a_spawned_child_trains_on_its_own(tmp_path):
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=200,
+        env={**environment(), "LOSSGUARD_WHEN": "deferred"},
+    )  # fmt: skip
+    assert run.stdout.splitlines() == ["([66], False)", "[7] 0"], run.stderr
+
+
+class Exported(nn.Module):
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(x, t)
+
+
+def test_an_exported_program(tmp_path):
+    """Also compiled ahead of time: what it finds comes to light in Python all the same."""
+    x, (_, t) = torch.randn(32, C), batch(1)
+    program = torch.export.export(Exported(), (x, t))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "loss.pt2"))
+    for run in (program.module(), torch._inductor.aoti_load_package(package)):
+        assert torch.equal(run(x, t), F.cross_entropy(x, t))
+        lossguard.check()
+        assert run(x, bad(1)[1]).isnan()
+        with pytest.raises(TargetOutOfBoundsError) as caught:
+            lossguard.check()
+        assert caught.value.report.values == [97]
 
 
 # The emulator's graphs have the kernels of lossguard alone: what torch computes while one is recorded, is not in it.

@@ -157,6 +157,34 @@ def test_without_the_check_it_is_fatal_to_a_rank_and_says_so(tmp_path):
     assert "lossguard.distributed.check()" in second
 
 
+def sharded_scaler(rank: int, world: int) -> tuple:
+    """FSDP's own GradScaler, a subclass: nothing is unscaled of what is bad."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0)
+    told = []
+    for step in range(3):
+        x, t = batch(rank, step)
+        t[0] += 50 if step == 1 else 0
+        before = [p.detach().clone() for p in net.parameters()]
+        scaler.scale(lossguard.CrossEntropyLoss()(net(x), t)).backward()
+        try:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        except LossValidationError as error:
+            told.append((step, error.report.rank, all(torch.equal(p, q) for p, q in zip(before, net.parameters()))))
+        optimizer.zero_grad()
+    return told, scaler.get_scale()
+
+
+def test_a_sharded_scaler(tmp_path):
+    assert in_ranks(2, tmp_path, sharded_scaler) == [([(1, rank, True)], 1024.0) for rank in range(2)]
+
+
 def immediately(rank: int, world: int) -> tuple:
     x, t = batch(rank, 0)
     try:
