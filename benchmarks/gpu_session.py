@@ -274,6 +274,7 @@ PLAN = (
     ),
     (
         Step("bad labels", 40, 5, module("gpu_checks", "bad-labels"), summary_of_checks),
+        Step("training", 90, 10, module("gpu_training"), summary_of_checks),
         Step("tests", 100, 10, tests, summary_of_tests, tests_so_far),
         Step("memcheck", 100, 20, sanitize("memcheck"), summary_of_sanitizer),
         Step("racecheck", 100, 20, sanitize("racecheck"), summary_of_sanitizer),

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).absolute().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks import gpu_checks, gpu_device, gpu_report, gpu_session, gpu_timings  # noqa: E402
+from benchmarks import gpu_checks, gpu_device, gpu_report, gpu_session, gpu_timings, gpu_training  # noqa: E402
 from benchmarks.gpu_cases import CASES  # noqa: E402
 from benchmarks.gpu_device import Emulated, Gpu, Records  # noqa: E402
 from benchmarks.gpu_session import Command, Output, Runner, Session, Skip, Step, Task  # noqa: E402
@@ -73,6 +73,11 @@ def test_dry_run(tmp_path):
     (torture,) = steps["torture"]["records"]
     assert torture["bad_batches"] == gpu_session.DRY_RUN_BATCHES and torture["alive"] and torture["memory_flat"]
     assert len(torture["losses"]) == 4
+
+    *checks, end = steps["training"]["records"]
+    assert [check["check"] for check in checks] == [*gpu_training.CHECKS] and end["alive"]
+    assert not any(check["error"] for check in checks)
+    assert [check["check"] for check in checks if check["outcome"] != "holds"] == ["a graph with its optimizer"]
 
     rows = [record for record in steps["timings"]["records"] if "results" in record]
     assert [row["which"] for row in rows] == ["forward", "forward+backward"]
