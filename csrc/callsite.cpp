@@ -82,11 +82,8 @@ void add_to(py::module_& m) {
   m.attr("call_site") = py::reinterpret_steal<py::object>(PyCFunction_New(&call_site_method, nullptr));
   m.def("set_internal", [](py::object f) { is_internal_file = f.release().ptr(); });
   m.def("describe_site", [](int64_t number) {
-    Site site;
-    {
-          if (number < 1 || number > int64_t(sites.sites.size())) throw py::index_error("no such call site");
-      site = sites.sites[number - 1];
-    }
+    if (number < 1 || number > int64_t(sites.sites.size())) throw py::index_error("no such call site");
+    const Site site = sites.sites[number - 1];
     py::object code = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(site.code));
     return py::make_tuple(code.attr("co_filename"), PyCode_Addr2Line(site.code, site.instruction), code.attr("co_name"));
   });

@@ -80,6 +80,26 @@ py::dict describe(const Finding& finding) {
   return d;
 }
 
+// ---- what an ordinary call needs: not through pybind11, which would cost it as much again
+
+// Whether all there is to do is to raise what native torch checks as well.
+PyObject* is_plain(PyObject*, PyObject* flags) {
+  const Policy policy = decode(PyLong_AsLongLong(flags)).policy;
+  return PyBool_FromLong(!policy.check_finite && policy.on_violation == OnViolation::raise);
+}
+
+// One that native NLL computed: (site, elements).
+PyObject* count_call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "count_call(site, elements)");
+  stats::count(PyLong_AsLongLong(arguments[0]), "NLLLoss", PyLong_AsLongLong(arguments[1]));
+  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+}
+
+PyMethodDef plain_functions[] = {
+    {"is_plain", is_plain, METH_O, nullptr},
+    {"count_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(count_call)), METH_FASTCALL, nullptr},
+};
+
 // python/lossguard/_violations.py, Moment
 constexpr const char* kMoments[] = {"the call", "a call", "backward", "step", "check", "leave", "exit"};
 
@@ -142,7 +162,8 @@ PYBIND11_MODULE(_C, m) {
 #endif
     return d;
   });
-  m.def("count_call", [](int64_t site, int64_t elements) { stats::count(site, "NLLLoss", elements); });
+  for (PyMethodDef& f : plain_functions)
+    m.attr(f.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&f, nullptr));
   m.def("count_bad", &stats::count_bad);
   m.def("call_counts", [] {
     py::dict d;

@@ -656,6 +656,8 @@ def logits(*values: float, dtype=torch.float32, function=F.cross_entropy, target
         (mask(255, 255, classes=19, dtype=torch.uint8), ["every 255"]),
         (mask(192, 64, 128), ["grey levels"]),
         (mask(192, 64, 128, dtype=torch.uint8), ["grey levels"]),
+        (mask(6, 7), ["more labels"]),
+        (mask(21), ["more labels"]),
         (labels(30521, 12), ["other vocabulary"]),
         (labels(6, 7), ["more labels"]),
         (labels(12, classes=10), ["more labels"]),

@@ -3,7 +3,7 @@
 Change one import and keep the rest::
 
     from lossguard import CrossEntropyLoss      # was: from torch.nn import CrossEntropyLoss
-    import lossguard.functional as F            # was: import torch.nn.functional as F
+    import lossguard.functional as LF           # LF.cross_entropy(...) was: F.cross_entropy(...)
 
 A target or probability outside its range raises an exception that says where it is, what it is,
 what is valid and what the likely cause is; the process, the model and the device live on.

@@ -64,7 +64,7 @@ def _labels(report: Report, s: Section) -> list[str]:
                 f"labels look 1-based or the model has one output too few (the largest label is num_classes): "
                 f"subtract 1, or give the model {classes + 1} outputs."
             )
-    elif above and highest <= 255 and len(report.shapes["target"]) >= 3:
+    elif above and 2 * max(classes, 25) < highest <= 255 and len(report.shapes["target"]) >= 3:
         causes.append(
             f"the target looks like an image mask of grey levels up to {highest}, not of class ids: "
             f"map each grey level to an id in [0, {classes})."

@@ -35,7 +35,7 @@ from . import _autograd, _callsite, _native
 from ._C import build_info as _build_info
 from ._C import call_site as _call_site
 from ._C import count_call as _count_call
-from ._C import effective_policy as _effective_policy
+from ._C import is_plain as _is_plain
 from ._ops import Unsupported
 from ._policy import _REDUCTIONS, FLOAT_LOSS, RECOMPUTED, OnViolation, When, explicit_flags, reduction_flags
 from .errors import LossValidationError
@@ -255,7 +255,7 @@ def nll_loss(
             and input.dim() == 2
             and input.dtype in _WIDE
             and input.is_cpu
-            and _effective_policy(flags) & 0b1110 == 0
+            and _is_plain(flags)
         ):
             try:
                 loss = _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]

@@ -57,6 +57,8 @@ EMULATOR_VISIBLE void lossguard_emulator_set_devices(int count, int multiprocess
 EMULATOR_VISIBLE void lossguard_emulator_set_driver_version(int version);
 EMULATOR_VISIBLE void lossguard_emulator_hold_events(int hold);  // what has run is published when they no longer are
 EMULATOR_VISIBLE void lossguard_emulator_set_late_execution(int late);
+// Launches do nothing: for timing what the host has to do for one.
+EMULATOR_VISIBLE void lossguard_emulator_skip_kernels(int skip);
 EMULATOR_VISIBLE void* lossguard_emulator_create_stream(int device);
 // Graphs, by the functions of CUDA's that `include/` declares. A capture that was spoiled ends in null.
 EMULATOR_VISIBLE int lossguard_emulator_begin_capture(void* stream);

@@ -28,6 +28,7 @@ struct Settings {
   int multiprocessors = 4;  // of each
   int driver_version = CUDART_VERSION;
   bool late = false;
+  bool skip_kernels = false;
 
   Settings();  // from the environment
 };
