@@ -35,12 +35,12 @@ release = TORCH_CUDA_ARCH_LIST="$(RELEASE_ARCHS)" LOSSGUARD_CUDA=1 NVCC_APPEND_F
 on_release = LOSSGUARD_CHECK_BUILD="$(RELEASE_ARCHS)" PYTHONPATH=$$(echo $(CURDIR)/build/release/lib.*)
 
 check-build: $(VENV)/.ready-test ## compile for every GPU architecture of a release, and check what came out
-	@echo "== compiling for $(RELEASE_ARCHS) (about 17 minutes on 2 cores)"
+	@echo "== compiling for $(RELEASE_ARCHS) (about 5 minutes on 2 cores)"
 	@$(release)
 	@$(on_release) $(PY) -m pytest -n 0 tests/test_cuda_build.py
 
 ptxas-table: $(VENV)/.ready-test ## after a change of a kernel: write tests/ptxas.txt anew
-	@echo "== compiling for $(RELEASE_ARCHS) (about 17 minutes on 2 cores)"
+	@echo "== compiling for $(RELEASE_ARCHS) (about 5 minutes on 2 cores)"
 	@$(release)
 	@$(on_release) $(PY) tests/cuda_build.py > build/release/ptxas.txt
 	@mv build/release/ptxas.txt tests/ptxas.txt

@@ -18,6 +18,8 @@ namespace {
 // Set once at import and never released: they are used until the process ends.
 PyObject* handler = nullptr;
 PyObject* unsupported = nullptr;
+PyObject* of_backward = nullptr;
+PyObject* watch = nullptr;
 
 py::object number(Check check, Value v) {
   return check == Check::class_index ? py::object(py::int_(v.i)) : py::object(py::float_(v.d));
@@ -115,6 +117,27 @@ void deliver(const std::vector<Finding>& findings, Moment moment) {
   throw py::error_already_set();
 }
 
+#if defined(LOSSGUARD_WITH_CUDA)
+namespace pending {
+
+using ThreadPointer = std::shared_ptr<Thread>;
+constexpr char kThreadName[] = "lossguard thread";
+
+std::shared_ptr<Thread> thread_of_backward() {
+  py::gil_scoped_acquire gil;
+  const py::object capsule = py::reinterpret_borrow<py::object>(of_backward)();
+  if (capsule.is_none()) return nullptr;
+  return *py::reinterpret_borrow<py::capsule>(capsule).get_pointer<ThreadPointer>();
+}
+
+void watch_backwards() {
+  py::gil_scoped_acquire gil;
+  py::reinterpret_borrow<py::object>(watch)();
+}
+
+}  // namespace pending
+#endif
+
 void throw_unsupported(const std::string& why) {
   py::gil_scoped_acquire gil;
   PyErr_SetString(unsupported, why.c_str());
@@ -178,9 +201,19 @@ PYBIND11_MODULE(_C, m) {
 #if defined(LOSSGUARD_WITH_CUDA)
   m.def("pending", [] { return pending::count.load(); });
   m.def("look", [] { pending::poll(Moment::check); }, py::call_guard<py::gil_scoped_release>());
-  m.def("poll_backward", [] { pending::poll(Moment::backward); }, py::call_guard<py::gil_scoped_release>());
+  m.def("begin_backward", [](uintptr_t saved) { pending::begin_backward(reinterpret_cast<const void*>(saved)); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("install_threads", [](py::object thread_of_backward, py::object watch_backwards) {
+    of_backward = thread_of_backward.release().ptr();
+    watch = watch_backwards.release().ptr();
+  });
+  m.def("this_thread", [] {
+    return py::capsule(new pending::ThreadPointer(pending::this_thread()), pending::kThreadName,
+                       [](void* p) { delete static_cast<pending::ThreadPointer*>(p); });
+  });
   m.def("any_at_step", &pending::any_at_step);
-  m.def("wait_before_step", [] { pending::wait(pending::Until::safe_to_step, Moment::step); },
+  m.def("wait_before_step",
+        [](int64_t optimizer) { pending::wait(pending::Until::safe_to_step, Moment::step, optimizer); },
         py::call_guard<py::gil_scoped_release>());
   m.def("wait_for_own", [] { pending::wait(pending::Until::own, Moment::leave); },
         py::call_guard<py::gil_scoped_release>());

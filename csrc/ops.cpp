@@ -231,17 +231,17 @@ struct Outcome {
 
 // Raises what is wrong, now or later. `call` says what was called.
 template <class MakeCall>
-void settle(const Outcome& outcome, const Flags& flags, const MakeCall& call) {
+void settle(const Outcome& outcome, const Flags& flags, const View& saved, const MakeCall& call) {
 #if defined(LOSSGUARD_WITH_CUDA)
   if (outcome.slot) {
     const Policy& policy = flags.policy;
-    pending::add(outcome.place, *outcome.slot, call());
+    pending::add(outcome.place, *outcome.slot, saved.data, call());
     if (policy.when == When::immediately && policy.on_violation != OnViolation::skip && !outcome.place.capturing)
       pending::wait(pending::Until::own, Moment::the_call);
     return;
   }
 #else
-  static_cast<void>(flags);
+  static_cast<void>(flags), static_cast<void>(saved);
 #endif
   if (outcome.violations.count) deliver({{call(), outcome.violations}}, Moment::the_call);
 }
@@ -285,12 +285,12 @@ std::tuple<Tensor, Tensor> elementwise_forward(const char* name, ElementwiseLoss
                                                      : empty(input, a.input.sizes, a.input.ndim, dtype);
   if (!a.flags.recomputed) stats::count(site, name, a.input.numel());
   const Outcome outcome = launch::elementwise_forward(a, view(loss, "loss"), input);
-  settle(outcome, a.flags, [&] { return call(name, site, a.flags, a.input, a.target, input); });
+  settle(outcome, a.flags, a.saved, [&] { return call(name, site, a.flags, a.input, a.target, input); });
   return {std::move(loss), std::move(saved)};
 }
 
 Tensor elementwise_backward(ElementwiseLoss&& a, const Tensor& grad, const Tensor& input, const Tensor& given) {
-  pending::poll(Moment::backward);
+  pending::begin_backward(given.const_data_ptr());
   const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");
   require(a.saved.numel() == kSavedTail && a.saved.dtype == saved_dtype(a.input), "saved is not of this loss");
@@ -383,7 +383,7 @@ std::tuple<Tensor, Tensor> cross_entropy_forward(const Tensor& input, const Tens
   Tensor loss = row_loss(a, input);
   if (!a.flags.recomputed) stats::count(site, "CrossEntropyLoss", a.target.numel());
   const Outcome outcome = launch::cross_entropy_forward(a, view(loss, "loss"), input);
-  settle(outcome, a.flags, [&] { return call("CrossEntropyLoss", site, a, input, target); });
+  settle(outcome, a.flags, a.saved, [&] { return call("CrossEntropyLoss", site, a, input, target); });
   return {std::move(loss), std::move(saved)};
 }
 
@@ -398,13 +398,13 @@ std::tuple<Tensor, Tensor> nll_forward(const Tensor& input, const Tensor& target
   Tensor loss = row_loss(a, input);
   if (!a.flags.recomputed) stats::count(site, "NLLLoss", a.target.numel());
   const Outcome outcome = launch::nll_forward(a, view(loss, "loss"), input);
-  settle(outcome, a.flags, [&] { return call("NLLLoss", site, a, input, target); });
+  settle(outcome, a.flags, a.saved, [&] { return call("NLLLoss", site, a, input, target); });
   return {std::move(loss), std::move(saved)};
 }
 
 Tensor row_backward(void (*backward)(const RowLoss&, const View&, const View&, const Tensor&), RowLoss&& a,
                     const Tensor& grad, const Tensor& input, const Tensor& given, bool with_lse) {
-  pending::poll(Moment::backward);
+  pending::begin_backward(given.const_data_ptr());
   const View per_row = a.input.without_dim(a.class_dim);
   const Tensor saved = as_run(given);
   a.saved = view(saved, "saved");

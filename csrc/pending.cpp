@@ -21,17 +21,27 @@ std::atomic<int64_t> count{0};
 
 namespace {
 
-// A thread that launches, steps, or both.
-struct Thread {
-  std::atomic<bool> alive{true};
-  std::atomic<bool> steps{false};  // it has optimizers of its own
+// The threads alive that have launched a forward or stepped. One alone, as almost always, need not be told apart.
+std::atomic<int> threads{0};
+std::atomic<int> told{0};  // that another may have to be told yet
+
+struct Mark {
+  std::shared_ptr<Thread> thread = std::make_shared<Thread>();
+  bool counted = false;
+  ~Mark() {
+    thread->alive = false;
+    if (counted) --threads;
+  }
 };
-const std::shared_ptr<Thread>& this_thread() {
-  static thread_local const struct Mark {
-    std::shared_ptr<Thread> thread = std::make_shared<Thread>();
-    ~Mark() { thread->alive = false; }
-  } mark;
-  return mark.thread;
+Mark& mark() {
+  static thread_local Mark of_thread;
+  return of_thread;
+}
+
+// The owner of what is nobody's own: it concerns everybody.
+const std::shared_ptr<Thread>& nobody() {
+  static const std::shared_ptr<Thread>& thread = *new std::shared_ptr<Thread>(new Thread);
+  return thread;
 }
 
 // Whose business it is.
@@ -44,10 +54,22 @@ struct Launch {
   cuda::Slot* slot;
   Call call;
   Owner owner;
+  const void* saved;  // what its backward will come with; none once that has begun
+
+  bool has_gradients() const { return call.flags.needs_grad && !saved; }
 };
 struct Found {
   Finding finding;
   Owner owner;
+  const void* saved;
+
+  bool has_gradients() const { return finding.call.flags.needs_grad && !saved; }
+};
+// Told to a thread that may not be the one whose optimizer has the gradients.
+struct Told {
+  Found found;
+  std::vector<std::shared_ptr<Thread>> threads;  // that know
+  std::vector<int64_t> optimizers;               // about whose step one was told
 };
 
 // Of all threads. Never destroyed: some may outlive the statics.
@@ -56,27 +78,47 @@ struct State {
   std::deque<Launch> launches;  // about in the order in which they were made
   std::deque<Launch> shared;    // of a slot the last: captured ones, and those beyond the last slot
   std::vector<Found> found;
-  std::vector<Found> told;  // to another thread than the one that launched it, which may be about to step on it
+  std::vector<Told> told;
 };
 State* state = new State;
-constexpr size_t kMostTold = 64;
+constexpr size_t kMostTold = 64, kMostOptimizers = 64;
 
 // The child of a fork begins anew: none of the parent's launches is its own.
 void after_fork() {
   state = new State;
-  count = 0;
+  count = told = 0;
+  threads = mark().counted;
 }
 
-// Whether this thread is to be told of what `other` launched. A thread that steps its own optimizers hears of its own
-// batches; what was launched by one that does not, like a replica's, is everybody's business.
-bool concerns_us(const Owner& owner, Moment moment) {
+template <class T>
+bool contains(const std::vector<T>& all, const T& one) {
+  return std::find(all.begin(), all.end(), one) != all.end();
+}
+
+// Who asks: at the step of an optimizer, that one's number.
+struct Asker {
+  std::shared_ptr<Thread> self;  // none: a backward that torch runs on a thread of its own, for the only thread there is
+  Moment moment;
+  int64_t optimizer = 0;
+};
+
+// Whether the optimizer about to step may have the gradients of what is `owner`'s, because the owner steps none, or
+// has stepped this one as well.
+bool may_be_stepped_on(const Owner& owner, const Asker& who) {
   const Thread& other = *owner.thread;
-  if (owner.thread == this_thread() || !other.alive) return true;
-  return !owner.alone && (!other.steps || moment == Moment::check || moment == Moment::exit);
+  return !other.alive || other.optimizers.empty() ||
+         (who.moment == Moment::step && contains(other.optimizers, who.optimizer));
+}
+
+// Whether the one who asks is to be told. A thread with optimizers of its own hears of its own batches; what belongs to
+// one that has none, like a replica's, is everybody's business.
+bool concerns(const Asker& who, const Owner& owner) {
+  if (!who.self || owner.thread == who.self || !owner.thread->alive) return true;
+  return !owner.alone && (may_be_stepped_on(owner, who) || who.moment == Moment::check || who.moment == Moment::exit);
 }
 
 void update_count(State& s) {
-  count = int64_t(s.launches.size() + s.shared.size() + s.found.size() + s.told.size());
+  count = int64_t(s.launches.size() + s.shared.size() + s.found.size());
 }
 
 // Looks into the mail of every launch. Those that had something to say leave the list, and those that are over, where
@@ -92,7 +134,7 @@ void sweep(State& s, const Query& query) {
       violations = {};
       ++lost;
     }
-    s.found.push_back({{l.call, violations, lost, l.place.capturing}, l.owner});
+    s.found.push_back({{l.call, violations, lost, l.place.capturing}, l.owner, l.saved});
     return answer;
   };
   std::erase_if(s.launches, [&](const Launch& l) {
@@ -109,22 +151,44 @@ void sweep(State& s, const Query& query) {
   update_count(s);
 }
 
-std::vector<Finding> take(State& s, Moment moment) {
+std::vector<Finding> take(State& s, const Asker& who) {
   std::vector<Finding> ours;
+  // It may have been another optimizer's, of another thread: that, too, must not step on it.
+  if (who.moment == Moment::step) {
+    for (Told& t : s.told) {
+      if (t.found.owner.thread != who.self && !may_be_stepped_on(t.found.owner, who)) continue;
+      if (contains(t.threads, who.self)) continue;
+      t.threads.push_back(who.self);  // also where it was this optimizer's: then it is dealt with
+      if (contains(t.optimizers, who.optimizer)) continue;
+      t.optimizers.push_back(who.optimizer);
+      ours.push_back(t.found.finding);
+    }
+  }
   std::erase_if(s.found, [&](Found& f) {
-    if (!concerns_us(f.owner, moment)) return false;
+    if (!concerns(who, f.owner)) return false;
     ours.push_back(f.finding);
-    if (f.owner.thread != this_thread()) s.told.push_back(std::move(f));
+    if (who.self && f.owner.thread != who.self && f.finding.call.flags.needs_grad) {
+      s.told.push_back({std::move(f), {who.self}, {}});
+      if (who.moment == Moment::step) s.told.back().optimizers.push_back(who.optimizer);
+    }
     return true;
   });
-  std::erase_if(s.told, [&](Found& f) {
-    const bool stepped_on = moment == Moment::step && f.owner.thread == this_thread();
-    if (stepped_on) ours.push_back(std::move(f.finding));
-    return stepped_on || !f.owner.thread->alive;
+  std::erase_if(s.told, [](const Told& t) {
+    return std::count_if(t.threads.begin(), t.threads.end(), [](const auto& thread) { return thread->alive.load(); }) >=
+           threads;
   });
-  if (s.told.size() > kMostTold) s.told.erase(s.told.begin());
+  if (s.told.size() > kMostTold) s.told.erase(s.told.begin(), s.told.end() - kMostTold);
+  told = int(s.told.size());
   update_count(s);
   return ours;
+}
+
+void note_step(Thread& self, int64_t optimizer) {
+  std::vector<int64_t>& all = self.optimizers;
+  if (!all.empty() && all.back() == optimizer) return;
+  std::erase(all, optimizer);
+  all.push_back(optimizer);
+  if (all.size() > kMostOptimizers) all.erase(all.begin());
 }
 
 void tell(const std::vector<Finding>& findings, Moment moment) {
@@ -133,16 +197,43 @@ void tell(const std::vector<Finding>& findings, Moment moment) {
 
 }  // namespace
 
-void add(const cuda::Place& place, cuda::Slot& slot, Call&& call) {
+const std::shared_ptr<Thread>& this_thread() { return mark().thread; }
+
+namespace {
+
+// This thread launches or steps. Where it is the second that does, the backwards until now may have been either's.
+void count_thread() {
+  Mark& m = mark();
+  if (m.counted) return;
+  m.counted = true;
+  if (threads++ != 1) return;
+  watch_backwards();
+  State& s = *state;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const auto disown = [](auto& l) {
+    if (l.has_gradients() && !l.owner.alone) l.owner.thread = nobody();
+  };
+  std::for_each(s.launches.begin(), s.launches.end(), disown);
+  std::for_each(s.shared.begin(), s.shared.end(), disown);
+  std::for_each(s.found.begin(), s.found.end(), disown);
+}
+
+}  // namespace
+
+void add(const cuda::Place& place, cuda::Slot& slot, const void* saved, Call&& call) {
   static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
   static_cast<void>(registered);
-  static const std::shared_ptr<Thread>& nobody = *new std::shared_ptr<Thread>(new Thread{false});
+  // A forward computed anew for a backward, on whatever thread torch runs that, is its caller's.
+  std::shared_ptr<Thread> thread;
+  if (!call.flags.recomputed) count_thread();
+  else if (threads > 1) thread = thread_of_backward();
+  if (!thread) thread = this_thread();
+  if (place.capturing) thread = nobody();  // whoever replays a graph, it need not be the one who recorded it
   State& s = *state;
   const std::lock_guard<std::mutex> lock(s.mutex);
   const bool alone = call.flags.policy.when == When::immediately;
-  // Whoever replays a graph, it need not be the one who recorded it.
-  const std::shared_ptr<Thread> thread = place.capturing ? nobody : this_thread();
-  Launch launch{place, &slot, std::move(call), {thread, alone}};
+  const bool has_backward = call.flags.needs_grad && !place.capturing;
+  Launch launch{place, &slot, std::move(call), {thread, alone}, has_backward ? saved : nullptr};
   if (cuda::is_shared(slot)) {
     std::erase_if(s.shared, [&](const Launch& l) { return l.slot == &slot; });
     s.shared.push_back(std::move(launch));
@@ -152,34 +243,72 @@ void add(const cuda::Place& place, cuda::Slot& slot, Call&& call) {
   update_count(s);
 }
 
-void look(Moment moment) {
+namespace {
+
+void look_as(const Asker& who) {
   State& s = *state;
   std::vector<Finding> ours;
   {
     const std::lock_guard<std::mutex> lock(s.mutex);
     // A forward makes room for itself: it asks for the two oldest, and adds one.
-    int queries = moment == Moment::a_call ? 2 : 0;
+    int queries = who.moment == Moment::a_call ? 2 : 0;
     const bool rang = cuda::bell_rang();
     if (rang || queries) sweep(s, [&](const Launch&) { return queries-- > 0; });
     if (s.found.empty()) return;
-    ours = take(s, moment);
+    ours = take(s, who);
   }
-  tell(ours, moment);
+  tell(ours, who.moment);
+}
+
+// The backward of what saved `saved` is run by `runner`, if it is known.
+void attribute(State& s, const void* saved, const std::shared_ptr<Thread>& runner) {
+  const auto is_the_one = [&](auto& l) {
+    if (l.saved != saved) return false;
+    l.saved = nullptr;
+    if (runner && !l.owner.alone) l.owner.thread = runner;
+    return true;
+  };
+  // The memory of what was saved is used again: the last to have it is the one.
+  const auto last_of = [&](auto& all) { return std::any_of(all.rbegin(), all.rend(), is_the_one); };
+  if (saved) static_cast<void>(last_of(s.launches) || last_of(s.shared) || last_of(s.found));
+}
+
+}  // namespace
+
+void look(Moment moment) { look_as({this_thread(), moment}); }
+
+void begin_backward(const void* saved) {
+  if (!count.load(std::memory_order_relaxed)) return;
+  std::shared_ptr<Thread> runner;
+  if (threads > 1) {
+    runner = thread_of_backward();
+    if (!runner) runner = this_thread();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    attribute(*state, saved, runner);
+  }
+  look_as({runner, Moment::backward});
 }
 
 bool any_at_step() {
-  this_thread()->steps.store(true, std::memory_order_relaxed);
-  return count.load(std::memory_order_relaxed);
+  count_thread();
+  // Of several threads it is noted which steps what.
+  return count.load(std::memory_order_relaxed) || threads.load(std::memory_order_relaxed) > 1;
 }
 
-void wait(Until until, Moment moment) {
-  if (!count.load(std::memory_order_relaxed)) return;
+void wait(Until until, Moment moment, int64_t optimizer) {
+  const Asker who{this_thread(), moment, optimizer};
   State& s = *state;
-  const std::shared_ptr<Thread>& self = this_thread();
+  if (moment == Moment::step) {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    note_step(*who.self, optimizer);
+  }
+  if (!count.load(std::memory_order_relaxed) && !told.load(std::memory_order_relaxed)) return;
   const auto awaited = [&](const Launch& l) {
     if (until == Until::all) return true;
-    if (until == Until::own) return l.owner.thread == self || l.place.capturing;
-    return l.call.flags.needs_grad && concerns_us(l.owner, moment);
+    if (until == Until::own) return l.owner.thread == who.self || l.place.capturing;
+    return l.call.flags.needs_grad && concerns(who, l.owner);
   };
   std::vector<cuda::Slot*> slots;
   std::set<std::pair<int, void*>> streams;
@@ -220,7 +349,7 @@ void wait(Until until, Moment moment) {
     } else {
       cuda::bell_rang();
       sweep(s, [&](const Launch& l) { return streams.count({l.place.device, l.place.stream}) > 0; });
-      ours = take(s, moment);
+      ours = take(s, who);
     }
   }
   if (error) throw std::runtime_error(std::string("lossguard on CUDA: ") + error);

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -700,8 +702,10 @@ def test_on_report():
         assert [r.values for r in seen] == [[97]] * 3
     finally:
         lossguard.off_report(seen.append)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="was not given to on_report"):
         lossguard.off_report(seen.append)
+    with pytest.raises(TypeError, match="a function of one report, got None"):
+        lossguard.on_report(None)
 
 
 # ---- streams, devices, threads, processes, graphs
@@ -805,6 +809,116 @@ def test_what_another_thread_was_told_of_is_not_stepped_on():
         told.set()
         assert result.result(60).startswith("Target 97 is out of bounds")
     assert_same(before, training.state())
+
+
+class Workers:
+    """Threads that do as they are told, one thing at a time."""
+
+    def __enter__(self) -> Workers:
+        self.pools = {}
+        emulator().hold_events(False)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for pool in self.pools.values():
+            pool.shutdown()
+
+    def in_thread(self, name: str, work: Callable[[], object]) -> object:
+        if name == "main":
+            return work()
+        return self.pools.setdefault(name, ThreadPoolExecutor(1)).submit(work).result(60)
+
+
+@pytest.mark.parametrize("watched", (True, False), ids=("", "unwatched"))
+@pytest.mark.parametrize("forward, backward, step", list(itertools.product(("main", "A", "B"), repeat=3)))
+def test_a_step_spread_over_threads(monkeypatch, forward, backward, step, watched):
+    """Whichever threads run the forward, the backward and the step, and have run them before: never a bad step."""
+    if not watched:  # as where torch does not go through `torch.autograd`, or has changed its inside
+        run = torch.autograd.graph._engine_run_backward
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", getattr(run, "__wrapped__", run))
+    with Workers() as workers:
+        training = Training(sgd)
+        optimizer = training.optimizer
+
+        def loss_of(x: Tensor, t: Tensor) -> Tensor:
+            return workers.in_thread(forward, lambda: training.criterion(training.net(x), t))
+
+        def stepped_in(thread: str, loss: Tensor) -> None:
+            workers.in_thread(backward, loss.backward)
+            workers.in_thread(thread, optimizer.step)
+            optimizer.zero_grad()
+
+        for i, thread in enumerate(("main", "A", "B", step)):  # all of them have stepped
+            stepped_in(thread, loss_of(*batch(i)))
+        for i in range(3):
+            before = training.state()
+            with pytest.raises(TargetOutOfBoundsError, match=f"Target {77 + i} is"):
+                stepped_in(step, loss_of(*bad(i, 77 + i)))
+            optimizer.zero_grad()
+            assert_same(before, training.state())
+            for thread in (step, "main", "A", "B"):  # nobody is told of it again at this optimizer's step
+                stepped_in(thread, loss_of(*batch(i)))
+
+
+def test_a_thread_that_first_steps_on_the_gradients_of_another():
+    """The forward in one that has optimizers; the backward and the step in one that never had to do with any."""
+    with Workers() as workers:
+        others, training = Training(sgd), Training(sgd)
+        workers.in_thread("A", lambda: others.step(*batch(0)))
+        loss = workers.in_thread("A", lambda: training.criterion(training.net(bad(1)[0]), bad(1)[1]))
+        before = training.state()
+
+        def backward_and_step() -> None:
+            loss.backward()
+            training.optimizer.step()
+
+        with pytest.raises(TargetOutOfBoundsError):
+            workers.in_thread("B", backward_and_step)
+        assert_same(before, training.state())
+        workers.in_thread("A", lambda: others.step(*batch(2)))  # is not told of what is not its own
+
+
+def test_a_thread_does_not_hear_of_what_another_trains():
+    """Both have optimizers, and gradients of their own, when one of them steps."""
+    with Workers() as workers:
+        trainings = {name: Training(sgd) for name in "AB"}
+        for name in "ABAB":
+            workers.in_thread(name, functools.partial(trainings[name].step, *batch(0)))
+        workers.in_thread("A", lambda: trainings["A"].criterion(trainings["A"].net(bad(1)[0]), bad(1)[1]).backward())
+        workers.in_thread("B", lambda: trainings["B"].step(*batch(1)))
+        before = trainings["A"].state()
+        with pytest.raises(TargetOutOfBoundsError):
+            workers.in_thread("A", trainings["A"].optimizer.step)
+        assert_same(before, trainings["A"].state())
+        workers.in_thread("B", lambda: trainings["B"].step(*batch(2)))
+
+
+def test_the_backward_of_a_backward_is_its_callers():
+    """The thread that torch is told of is the one that called, however deep, and is forgotten after it."""
+    _pending = lossguard._pending
+    with Workers() as workers:
+        workers.in_thread("A", lambda: Training(sgd).step(*batch(0)))
+        seen = []
+
+        class Inner(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                seen.append(_pending._thread_of_backward() is not None)
+                with torch.enable_grad():
+                    x = grad.detach().clone().requires_grad_()
+                    x.register_hook(lambda g: seen.append(_pending._thread_of_backward() is not None))
+                    (x * x).sum().backward()
+                seen.append(_pending._thread_of_backward() is not None)
+                return grad
+
+        Inner.apply(torch.ones(3, requires_grad=True)).sum().backward()
+        assert seen == [True] * 3
+        if hasattr(torch._C, "_remove_obj_from_tls"):
+            assert _pending._thread_of_backward() is None
 
 
 def test_replicas_in_threads():

@@ -219,7 +219,7 @@ def test_arguments_that_are_no_tensors_raise_natives_types(kind: str, argument: 
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "nll"])
-@pytest.mark.parametrize("ignore_index", [1.0, "1", 2**70, torch.tensor(1)], ids=repr)
+@pytest.mark.parametrize("ignore_index", [1.0, "1", 2**70, torch.tensor(1), True, False], ids=repr)
 def test_ignore_index_of_another_type_raises_natives_type(kind: str, ignore_index: Any) -> None:
     function, x, t = sample(kind)
     ours, native = (outcome(getattr(m, function), x, t, ignore_index=ignore_index) for m in (L, F))
@@ -232,6 +232,16 @@ def test_unknown_reductions_raise_natives_type(kind: str, reduction: Any) -> Non
     function, x, t = sample(kind)
     ours, native = (outcome(getattr(m, function), x, t, reduction=reduction) for m in (L, F))
     assert ours is native is ValueError
+
+
+@pytest.mark.parametrize("smoothing", ["0.1", None, [0.1], torch.tensor(0.1), True, 1], ids=repr)
+def test_label_smoothing_of_another_type_is_natives(smoothing: Any) -> None:
+    function, x, t = sample("cross_entropy")
+    ours, native = (outcome(getattr(m, function), x, t, label_smoothing=smoothing) for m in (L, F))
+    if isinstance(native, type):
+        assert ours is native
+    else:
+        torch.testing.assert_close(ours, native)
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, -3.0, 1.0001, math.nan, math.inf])

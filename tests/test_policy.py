@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
@@ -584,6 +585,117 @@ def test_checkpointing_raises_once_and_the_next_batch_works(reentrant: bool) -> 
     good = sample("cross_entropy")[1]
     checkpoint(L.cross_entropy, x, good, use_reentrant=reentrant).backward()
     identical(x.grad, loss_and_gradient(L.cross_entropy, input, good)[1])
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[lossguard.Report]]:
+    """What is reported; at the end, all of it is known."""
+    reports: list[lossguard.Report] = []
+    lossguard.check()
+    lossguard.reset_stats()
+    lossguard.on_report(reports.append)
+    try:
+        yield reports
+        lossguard.check()
+    finally:
+        lossguard.off_report(reports.append)
+
+
+def calls() -> list[tuple[int, int]]:
+    return [(site.calls, site.bad_calls) for site in lossguard.stats().values()]
+
+
+def quietly(x: Tensor, t: Tensor) -> Tensor:
+    return L.cross_entropy(x, t, on_violation="skip")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("within", [1, 2], ids=["checkpoint", "checkpoint in checkpoint"])
+def test_a_recomputed_forward_counts_once(reentrant: bool, within: int) -> None:
+    input, target, _ = bad_sample("cross_entropy")
+    with counted() as reports:
+        for batch in range(1, 4):
+            function: Callable[..., Tensor] = quietly
+            for _ in range(within):
+                function = partial(checkpoint, function, use_reentrant=reentrant)
+            function(input.clone().requires_grad_(), target).backward()
+            lossguard.check()
+            assert len(reports) == batch
+    assert calls() == [(3, 3)]
+
+
+class LossInBackward(torch.autograd.Function):
+    """As an adversarial or meta-learning step: a loss of its own in the backward, computed for the first time there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], Tensor]) -> Tensor:
+        ctx.function = function
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.function()
+        return grad.expand(3), None
+
+
+def in_a_function(function: Callable[[], Tensor]) -> None:
+    LossInBackward.apply(torch.ones(3, requires_grad=True), function).backward()
+
+
+def in_a_hook(function: Callable[[], Tensor]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: function() and None)
+    y.sum().backward()
+
+
+def in_checkpoint_in_a_hook(function: Callable[[], Tensor]) -> None:
+    in_a_hook(lambda: checkpoint(function, use_reentrant=False))
+
+
+@pytest.mark.parametrize("where", [in_a_function, in_a_hook, in_checkpoint_in_a_hook])
+def test_a_loss_in_a_backward_is_not_taken_for_a_recomputed_one(where: Callable[[Any], None]) -> None:
+    """The same wrong labels every time, at a line that also ran outside of a backward."""
+    input, target, _ = bad_sample("cross_entropy")
+    with counted() as reports:
+        quietly(input, target)
+        for _ in range(3):
+            where(lambda: quietly(input, target))
+    assert len(reports) == 4 and calls() == [(4, 4)]
+    for _ in range(2):
+        with pytest.raises(lossguard.TargetOutOfBoundsError):
+            where(lambda: L.cross_entropy(input, target))
+            lossguard.check()
+
+
+def test_another_thread_does_not_step_on_what_is_held() -> None:
+    """Raising deferred: at the next step, and at the caller's own unless that was the same optimizer's."""
+    input, target, _ = bad_sample("cross_entropy")
+    input.requires_grad_()
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+
+    def step(which: torch.optim.Optimizer, bad: bool) -> None:
+        if not bad:
+            return which.step()
+        with pytest.raises(lossguard.TargetOutOfBoundsError):
+            which.step()
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def there(function: Callable[..., Any], *args: Any) -> Any:
+            return pool.submit(function, *args).result(60)
+
+        shared, own = optimizer(), optimizer()
+        for bad_for_own in (False, True):
+            there(lambda: L.cross_entropy(input, target, when="deferred"))
+            step(shared, True)
+            if bad_for_own:
+                there(step, own, True)
+            step(shared, False)
+            there(step, shared, False)
+            there(step, own, False)
 
 
 @over_kinds

@@ -19,6 +19,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _C, _derivatives
 from ._ops import ops
+from ._pending import pending
 from ._policy import NEEDS_GRAD, SKIP
 
 
@@ -43,7 +44,10 @@ _cross_entropy_forward = ops.cross_entropy_forward.default._op
 _cross_entropy_backward = ops.cross_entropy_backward.default._op
 
 
-_poll_backward: Callable[[], None] = getattr(_C, "poll_backward", lambda: None)  # the backward ops do it themselves
+def _begin_backward(saved: Tensor) -> None:
+    """The backward ops do it themselves."""
+    if pending():
+        _C.begin_backward(0 if functorch_active() else saved.data_ptr())
 
 
 def _beyond_kernels(needs: Any) -> bool:
@@ -64,7 +68,7 @@ class _BCE(Function):
         input, target, weight, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
-            _poll_backward()
+            _begin_backward(saved)
             grads = _derivatives.bce(grad, needs, input, target, weight, saved, ctx.flags)
             return (*grads, None, None)
         return _bce_backward(grad, input, target, weight, saved, ctx.flags), None, None, None, None
@@ -83,7 +87,7 @@ class _BCEWithLogits(Function):
         input, target, weight, pos_weight, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
-            _poll_backward()
+            _begin_backward(saved)
             grads = _derivatives.bce_with_logits(grad, needs, input, target, weight, pos_weight, saved, ctx.flags)
             return (*grads, None, None)
         d = _bce_with_logits_backward(grad, input, target, weight, pos_weight, saved, ctx.flags)
@@ -104,7 +108,7 @@ class _NLL(Function):
         ignore_index, flags = ctx.constants
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
-            _poll_backward()
+            _begin_backward(saved)
             grads = _derivatives.nll(grad, needs, input, target, weight, saved, ignore_index, flags)
             return (*grads, None, None, None)
         d = _nll_backward(grad, input, target, weight, saved, ignore_index, flags)
@@ -127,7 +131,7 @@ class _CrossEntropy(Function):
         ignore_index, smoothing, flags = ctx.constants
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
-            _poll_backward()
+            _begin_backward(saved)
             grads = _derivatives.cross_entropy(
                 grad, needs, input, target, weight, saved, ignore_index, smoothing, flags
             )

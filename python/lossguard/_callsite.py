@@ -18,6 +18,9 @@ _INTERNAL = (_HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 _GENERATED = ("<eval_with_key>", "<string>", "<torch_package", "<frozen ", "<__array_function__")
 _DEMO = _HERE + "demo.py"  # a user of this package, although it lives in it
 
+# By function: what the name of its file tells. Libraries with a checkpointing of their own name theirs the same way.
+_RECOMPUTING = {"recompute_fn": "checkpoint", "backward": "checkpoint"}
+
 #: Sites seen while a graph was traced; the negative of their index, less 1, is baked into the graph as a constant.
 _traced: list[CallSite] = []
 
@@ -54,6 +57,22 @@ def lookup(site: int) -> CallSite | None:
         except IndexError:
             return None
     return _traced[-site - 1] if -len(_traced) <= site < 0 else None
+
+
+def is_recomputed() -> bool:
+    """Whether the backward running on this thread has the caller compute a forward anew, as checkpointing does.
+
+    Unlike a loss that a hook or a Function's backward computes for the first time.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _RECOMPUTING and _RECOMPUTING[code.co_name] in os.path.basename(code.co_filename):
+            return True
+        if code.co_name == "_engine_run_backward":  # further out is who called for the backward
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class LossCall(Exception):

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,10 +25,17 @@ _IMMEDIATELY, _DEFERRED = 1, 2  # csrc/policy.h, When
 
 # Shared by threads without a lock, which a fork could leave held: single dict, list and deque operations are atomic.
 _warned: dict[tuple[str, int, str], object] = {}
-_recent: deque[tuple[Any, ...]] = deque(maxlen=256)  # what was reported lately
-_held: list[Report] = []  # found, and not raised where that was
+_recent: deque[tuple[Any, ...]] = deque(maxlen=256)  # what forwards were reported lately
+_held: list[_Held] = []  # found, and not raised where that was
+_told: deque[_Held] = deque(maxlen=64)  # raised at a step of another thread than the one that called the loss
 _callbacks: list[Callable[[Report], Any]] = []
 _logger = logging.getLogger("lossguard")
+
+
+class _Held(NamedTuple):
+    report: Report
+    thread: threading.Thread
+    optimizers: set[int]  # whose step it was raised at
 
 
 class _Collecting(threading.local):
@@ -54,11 +61,13 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
         if not found["sections"]:
             continue
         report = _report(found, moment)
-        content = _content(report)
-        recomputed = found["recomputed"] or (moment == "the call" and torch._C._current_graph_task_id() != -1)
-        if recomputed and content in _recent:
-            continue  # what checkpointing computes anew for the backward has been told of
-        _recent.append(content)
+        # Of traced code the site as well; checkpointing may call a criterion from elsewhere the second time.
+        content = (min(found["site"], 0), *_content(report))
+        recomputed = found["recomputed"] or (moment == "the call" and _in_recomputation(found["site"]))
+        if not recomputed:
+            _recent.append(content)
+        elif content in _recent:
+            continue  # what is computed anew for a backward has been told of
         _C.count_bad(found["site"], report.loss, sum(section.count for section in report.sections))
         for callback in tuple(_callbacks):
             try:
@@ -71,10 +80,15 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
             if _collecting.into is not None:
                 _collecting.into.append(report)
             elif _is_to_be_held(found["when"], moment):
-                _held.append(report)
+                _held.append(_Held(report, threading.current_thread(), set()))
             else:
                 reports.append(report)
-    return _exception(_take_held() + reports, moment, lost) if reports or lost else None
+    return _exception(_take_held(moment) + reports, moment, lost) if reports or lost else None
+
+
+def _in_recomputation(site: int) -> bool:
+    """Traced code (a site below 0) may have checkpointing in it, which leaves no trace on the stack."""
+    return torch._C._current_graph_task_id() != -1 and (site < 0 or _callsite.is_recomputed())
 
 
 def _is_to_be_held(when: int, moment: str) -> bool:
@@ -84,25 +98,48 @@ def _is_to_be_held(when: int, moment: str) -> bool:
     return when == _DEFERRED and moment == "the call" or _world_size() > 1
 
 
-def _take_held() -> list[Report]:
+def _take_held(moment: str, optimizer: int = 0) -> list[Report]:
     taken = []
+    us = threading.current_thread()
     while _held:
         try:
-            taken.append(_held.pop(0))
+            held = _held.pop(0)
         except IndexError:  # another thread was faster
             break
+        taken.append(held.report)
+        if moment == "step" and held.thread is not us:
+            held.optimizers.add(optimizer)
+            _told.append(held)
     return taken
 
 
-def raise_held(moment: str) -> None:
-    if _held and _collecting.into is None and not (moment == "leave" and _world_size() > 1):
-        error = _exception(_take_held(), moment)
-        if error is not None:
-            raise error
+def holds() -> bool:
+    return bool(_held or _told)
+
+
+def raise_held(moment: str, optimizer: int = 0) -> None:
+    """Before a step, of the optimizer with this number, also what another thread was told that called no loss.
+
+    That one's optimizer may not have been the one with the gradients.
+    """
+    if _collecting.into is not None or (moment == "leave" and _world_size() > 1):
+        return
+    reports = _take_held(moment, optimizer)
+    if moment == "step" and _told:
+        us = threading.current_thread()
+        for held in [h for h in tuple(_told) if h.thread is us or not h.thread.is_alive()]:
+            with contextlib.suppress(ValueError):
+                _told.remove(held)
+                if held.thread is us and optimizer not in held.optimizers:
+                    reports.append(held.report)
+    error = _exception(reports, moment) if reports else None
+    if error is not None:
+        raise error
 
 
 def forget_held() -> None:
     _held.clear()
+    _told.clear()
 
 
 @contextlib.contextmanager
@@ -111,7 +148,7 @@ def collect() -> Iterator[list[Report]]:
     outer, _collecting.into = _collecting.into, []
     try:
         yield _collecting.into
-        _collecting.into[:0] = _take_held()
+        _collecting.into[:0] = _take_held("check")
     finally:
         _collecting.into = outer
 
@@ -121,15 +158,20 @@ def on_report(function: Callable[[Report], Any]) -> Callable[[Report], Any]:
 
     It is called once a report, when that comes to light, on the thread where it does, and before an exception
     or warning; what it raises itself is logged, by ``logging``. Returns ``function``, so it serves as a decorator;
-    :func:`off_report` takes it back.
+    :func:`off_report` takes it back. Raises TypeError for what cannot be called.
     """
+    if not callable(function):
+        raise TypeError(f"on_report wants a function of one report, got {function!r}")
     _callbacks.append(function)
     return function
 
 
 def off_report(function: Callable[[Report], Any]) -> None:
     """Undo :func:`on_report`. Raises ValueError if there is nothing to undo."""
-    _callbacks.remove(function)
+    try:
+        _callbacks.remove(function)
+    except ValueError:
+        raise ValueError(f"{function!r} was not given to on_report, or was taken back already") from None
 
 
 def exception_for(

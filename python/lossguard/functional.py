@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import is_grad_enabled as _is_grad_enabled
 from torch._C import _are_functorch_transforms_active as _functorch_active
+from torch._C import _current_graph_task_id as _backward_running
 from torch._C import _is_any_autocast_enabled as _autocast_active
 from torch._C._nn import nll_loss_nd as _native_nll
 from torch.autograd import forward_ad as _forward_ad
@@ -51,9 +52,8 @@ _WIDE = (torch.float32, torch.float64)
 _FEW = 4096  # elements: up to here native NLL, one C++ node, beats any Function written in Python
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda", "meta") if _build_info()["cuda"] else ("cpu", "meta")
-# Where kernels run later than they are called: here for CPU tensors too (tests/cuda_emulator).
-_LATE = _build_info().get("emulated", False)
 _NO_WEIGHT_GRADIENT = "weights have no gradient"
+_BOOL = "ignore_index is a bool"
 
 
 def binary_cross_entropy(
@@ -107,8 +107,8 @@ def binary_cross_entropy(
         return _special(_BCE, (input, target, weight), (), flags)
     try:
         site = _call_site()
-        if _LATE or input.is_cuda:
-            flags = _late(flags)
+        if _backward_running() != -1:
+            flags = _in_backward(flags)
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad:
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
@@ -177,8 +177,8 @@ def binary_cross_entropy_with_logits(
         return _special(_BCE_WITH_LOGITS, (input, target, weight, pos_weight), (), flags)
     try:
         site = _call_site()
-        if _LATE or input.is_cuda:
-            flags = _late(flags)
+        if _backward_running() != -1:
+            flags = _in_backward(flags)
         if _is_grad_enabled() and (
             input.requires_grad or target.requires_grad or weight is not None or pos_weight is not None
         ):
@@ -242,12 +242,14 @@ def nll_loss(
         or when is not None
     ):
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation, when)
+    if ignore_index is True or ignore_index is False:
+        return _native_call(_NLL, (input, target, weight), (ignore_index,), flags, _BOOL)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_NLL, (input, target, weight), (ignore_index,), flags)
     try:
         site = _call_site()
-        if _LATE or input.is_cuda:
-            flags = _late(flags)
+        if _backward_running() != -1:
+            flags = _in_backward(flags)
         # Native NLL checks labels in its own pass; its error becomes our report. Left to it are dtypes wide
         # enough to sum in, where the policy is to raise and takes no interest in infinities.
         if (
@@ -259,7 +261,8 @@ def nll_loss(
         ):
             try:
                 loss = _native_nll(input, target, weight, flags & 3, ignore_index)  # type: ignore[arg-type]
-                _count_call(site, target.numel())
+                if not flags & RECOMPUTED:
+                    _count_call(site, target.numel())
                 return loss
             except (IndexError, RuntimeError, ValueError):
                 pass  # to be reported, or refused, below
@@ -338,14 +341,20 @@ def cross_entropy(
         or when is not None
     ):
         flags = _flags(size_average, reduce, reduction, strict, check_finite, on_violation, when)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    try:
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    except TypeError:
+        why = "label_smoothing is not a number"
+        return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, why)
+    if ignore_index is True or ignore_index is False:
+        return _native_call(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags, _BOOL)
     if _is_compiling() or _functorch_active() or _autocast_active() or _forward_ad._current_level >= 0:
         return _special(_CROSS_ENTROPY, (input, target, weight), (ignore_index, label_smoothing), flags)
     try:
         site = _call_site()
-        if _LATE or input.is_cuda:
-            flags = _late(flags)
+        if _backward_running() != -1:
+            flags = _in_backward(flags)
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad and not target.is_floating_point():
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
@@ -452,9 +461,9 @@ def _site() -> int:
     return _callsite.traced_site() if torch.compiler.is_dynamo_compiling() else _call_site()
 
 
-def _late(flags: int) -> int:
-    """Inside a backward, checkpointing computes a forward anew: not to be reported twice."""
-    return flags if torch._C._current_graph_task_id() == -1 else flags | RECOMPUTED
+def _in_backward(flags: int) -> int:
+    """There, checkpointing computes a forward anew: not to be counted, nor reported, twice."""
+    return flags | RECOMPUTED if _callsite.is_recomputed() else flags
 
 
 def _autocast(loss: _Loss, tensors: tuple[Any, ...], flags: int) -> tuple[tuple[Any, ...], int]:
@@ -546,8 +555,8 @@ def _like_native(loss: _Loss, target: Tensor, result: Tensor) -> Tensor:
 
 
 def _eager(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], flags: int) -> Tensor:
-    if _LATE or tensors[0].is_cuda:
-        flags = _late(flags)
+    if _backward_running() != -1:
+        flags = _in_backward(flags)
     if _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return loss.loss.eager(*tensors, *constants, flags, _call_site())
     return loss.loss.forward(*tensors, *constants, flags, _call_site())[0]
