@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import pickle
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -666,6 +668,72 @@ def test_a_loss_in_a_backward_is_not_taken_for_a_recomputed_one(where: Callable[
         with pytest.raises(lossguard.TargetOutOfBoundsError):
             where(lambda: L.cross_entropy(input, target))
             lossguard.check()
+
+
+class Kept:
+    """Something of the caller's, like the activations of its batch."""
+
+
+def at_the_call(optimizer: torch.optim.Optimizer, function: Callable[[], Tensor]) -> None:
+    with lossguard.guard(when="immediately"):
+        function()
+
+
+def at_the_step(optimizer: torch.optim.Optimizer, function: Callable[[], Tensor]) -> None:
+    lossguard.configure(when="deferred")
+    function()
+    optimizer.step()
+
+
+def in_a_closure(optimizer: torch.optim.Optimizer, function: Callable[[], Tensor]) -> None:
+    lossguard.configure(when="deferred")
+    optimizer.step(function)
+
+
+def at_unscale(optimizer: torch.optim.Optimizer, function: Callable[[], Tensor]) -> None:
+    lossguard.configure(when="deferred")
+    function()
+    torch.amp.GradScaler("cpu").unscale_(optimizer)
+
+
+def at_a_check(optimizer: torch.optim.Optimizer, function: Callable[[], Tensor]) -> None:
+    lossguard.configure(when="deferred")
+    function()
+    lossguard.check()
+
+
+def at_a_check_of_all_ranks(optimizer: torch.optim.Optimizer, function: Callable[[], Tensor]) -> None:
+    lossguard.configure(when="deferred")
+    function()
+    lossguard.distributed.check()
+
+
+@pytest.mark.parametrize(
+    "where", [at_the_call, at_the_step, in_a_closure, at_unscale, at_a_check, at_a_check_of_all_ranks]
+)
+@over_kinds
+def test_a_caught_exception_keeps_nothing_alive(kind: str, where: Callable[..., None]) -> None:
+    """No cycle of exception, traceback and frame, which would hold the memory of the batch until it is collected."""
+    function, _ = KINDS[kind]
+    input, target, _ = bad_sample(kind)
+    input.requires_grad_()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    kept = []
+
+    def step() -> None:
+        of_this_batch = Kept()
+        kept.append(weakref.ref(of_this_batch))
+        where(optimizer, lambda: getattr(L, function)(input, target))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(lossguard.LossValidationError):
+            step()
+            pytest.fail("nothing was raised")
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_another_thread_does_not_step_on_what_is_held() -> None:

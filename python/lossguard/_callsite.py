@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 import os
 import sys
+from collections.abc import Iterator
+from types import FunctionType, TracebackType
 
 import torch
 
@@ -87,20 +88,16 @@ def cause(site: CallSite | None) -> LossCall | None:
     if site is None:
         return None
     called = LossCall("the loss was called here; further down is where it came to light that it was wrong")
-    tree = ast.parse("raise called")
-    line = linecache.getline(site.file, site.line).rstrip()
-    for node in ast.walk(tree):  # on the whole line: nothing in it is to be underlined
-        if isinstance(node, (ast.stmt, ast.expr)):
-            node.lineno = node.end_lineno = site.line
-            node.col_offset, node.end_col_offset = len(line) - len(line.lstrip()), len(line.encode())
-    code = compile(tree, site.file, "exec").replace(co_name=site.function)
+    # A frame that has not run has no frame behind it, which would keep the caller's alive.
+    code = _never_run.__code__.replace(co_filename=site.file, co_name=site.function, co_firstlineno=site.line)
     if hasattr(code, "co_qualname"):
         code = code.replace(co_qualname=site.function)
-    try:
-        exec(code, {"called": called})
-    except LossCall as error:
-        error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None
-    return called
+    frame = FunctionType(code, {})().gi_frame
+    return called.with_traceback(TracebackType(None, frame, -1, site.line))
+
+
+def _never_run() -> Iterator[None]:
+    yield
 
 
 @torch._dynamo.assume_constant_result

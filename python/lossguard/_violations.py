@@ -132,9 +132,17 @@ def raise_held(moment: str, optimizer: int = 0) -> None:
                 _told.remove(held)
                 if held.thread is us and optimizer not in held.optimizers:
                     reports.append(held.report)
-    error = _exception(reports, moment) if reports else None
-    if error is not None:
-        raise error
+    if reports:
+        throw(_exception(reports, moment))
+
+
+def throw(error: BaseException | None) -> None:
+    """Raise it, if it is one, and do not hold it: its traceback has this frame, and so all that its callers' hold."""
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 def forget_held() -> None:

@@ -48,9 +48,7 @@ def check(group: Optional[Any] = None) -> None:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, reports, group=group)
         everybodys = gathered
-    error = _violations.exception_for([report for of_rank in everybodys for report in of_rank])
-    if error is not None:
-        raise error
+    _violations.throw(_violations.exception_for([report for of_rank in everybodys for report in of_rank]))
 
 
 def _device(group: Optional[Any]) -> torch.device:
