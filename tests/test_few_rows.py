@@ -70,6 +70,23 @@ def test_the_report(few):
     assert report.call_site.source == "F.nll_loss(log_p, target)"
 
 
+def test_each_call_counts_once_and_the_same_violation_is_raised_every_time(few):
+    log_p, target = batch()
+    lossguard.check()
+    lossguard.reset_stats()
+    bad = target.clone()
+    bad[3] = 10
+    for labels in (target, bad, bad, target):
+        if labels is bad:
+            with pytest.raises(lossguard.TargetOutOfBoundsError):
+                F.nll_loss(log_p, labels)
+                lossguard.check()
+        else:
+            F.nll_loss(log_p, labels)
+    stats = lossguard.stats().values()
+    assert [sum(getattr(s, name) for s in stats) for name in ("calls", "elements", "bad_calls")] == [4, 128, 2]
+
+
 def test_arguments_that_do_not_fit(few):
     log_p, target = batch()
     with pytest.raises(ValueError, match="batch_size"):

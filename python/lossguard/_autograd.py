@@ -24,14 +24,15 @@ from ._policy import NEEDS_GRAD, SKIP
 
 
 class Loss(NamedTuple):
-    """A loss as the functional layer sees it. All three take (*tensors, *constants, flags, site)."""
+    """A loss as the functional layer sees it."""
 
-    forward: Callable[..., tuple[Tensor, Tensor]]  # (loss, saved)
-    eager: Callable[..., Tensor]
-    traced: Callable[..., Tensor]
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (*tensors, *constants, flags, site) -> (loss, saved)
+    eager: Callable[..., Tensor]  # (*tensors, (*constants, flags, site))
+    traced: Callable[..., Tensor]  # (*tensors, *constants, flags, site)
 
 
-# ---- plain eager. Written out for each loss: packing arguments generically costs 7 us a step.
+# ---- plain eager. Written out for each loss: packing tensors generically costs 7 us a step. Constants come in one
+# tuple: each argument of a Function costs on the way there and back.
 
 # OpOverload.__call__ does nothing but call this.
 _bce_forward = ops.bce_forward.default._op
@@ -57,7 +58,8 @@ def _beyond_kernels(needs: Any) -> bool:
 
 class _BCE(Function):
     @staticmethod
-    def forward(ctx: Any, input: Any, target: Any, weight: Any, flags: int, site: int) -> Any:
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, constants: tuple[int, int]) -> Any:
+        flags, site = constants
         loss, saved = _bce_forward(input, target, weight, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, saved)
         ctx.flags = flags
@@ -70,13 +72,14 @@ class _BCE(Function):
         if _beyond_kernels(needs):
             _begin_backward(saved)
             grads = _derivatives.bce(grad, needs, input, target, weight, saved, ctx.flags)
-            return (*grads, None, None)
-        return _bce_backward(grad, input, target, weight, saved, ctx.flags), None, None, None, None
+            return (*grads, None)
+        return _bce_backward(grad, input, target, weight, saved, ctx.flags), None, None, None
 
 
 class _BCEWithLogits(Function):
     @staticmethod
-    def forward(ctx: Any, input: Any, target: Any, weight: Any, pos_weight: Any, flags: int, site: int) -> Any:
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, pos_weight: Any, constants: tuple[int, int]) -> Any:
+        flags, site = constants
         loss, saved = _bce_with_logits_forward(input, target, weight, pos_weight, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, pos_weight, saved)
         ctx.flags = flags
@@ -89,55 +92,55 @@ class _BCEWithLogits(Function):
         if _beyond_kernels(needs):
             _begin_backward(saved)
             grads = _derivatives.bce_with_logits(grad, needs, input, target, weight, pos_weight, saved, ctx.flags)
-            return (*grads, None, None)
+            return (*grads, None)
         d = _bce_with_logits_backward(grad, input, target, weight, pos_weight, saved, ctx.flags)
-        return d, None, None, None, None, None
+        return d, None, None, None, None
 
 
 class _NLL(Function):
     @staticmethod
-    def forward(ctx: Any, input: Any, target: Any, weight: Any, ignore_index: int, flags: int, site: int) -> Any:
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, constants: tuple[int, int, int]) -> Any:
+        ignore_index, flags, site = constants
         loss, saved = _nll_forward(input, target, weight, ignore_index, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, saved)
-        ctx.constants = ignore_index, flags
+        ctx.constants = constants
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, target, weight, saved = ctx.saved_tensors
-        ignore_index, flags = ctx.constants
+        ignore_index, flags, _ = ctx.constants
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
             _begin_backward(saved)
             grads = _derivatives.nll(grad, needs, input, target, weight, saved, ignore_index, flags)
-            return (*grads, None, None, None)
+            return (*grads, None)
         d = _nll_backward(grad, input, target, weight, saved, ignore_index, flags)
-        return d, None, None, None, None, None
+        return d, None, None, None
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(
-        ctx: Any, input: Any, target: Any, weight: Any, ignore_index: int, smoothing: float, flags: int, site: int
-    ) -> Any:
+    def forward(ctx: Any, input: Any, target: Any, weight: Any, constants: tuple[int, float, int, int]) -> Any:
+        ignore_index, smoothing, flags, site = constants
         loss, saved = _cross_entropy_forward(input, target, weight, ignore_index, smoothing, flags | NEEDS_GRAD, site)
         ctx.save_for_backward(input, target, weight, saved)
-        ctx.constants = ignore_index, smoothing, flags
+        ctx.constants = constants
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, target, weight, saved = ctx.saved_tensors
-        ignore_index, smoothing, flags = ctx.constants
+        ignore_index, smoothing, flags, _ = ctx.constants
         needs = ctx.needs_input_grad
         if _beyond_kernels(needs):
             _begin_backward(saved)
             grads = _derivatives.cross_entropy(
                 grad, needs, input, target, weight, saved, ignore_index, smoothing, flags
             )
-            return (*grads, None, None, None, None)
+            return (*grads, None)
         d = _cross_entropy_backward(grad, input, target, weight, saved, ignore_index, smoothing, flags)
-        return d, None, None, None, None, None, None
+        return d, None, None, None
 
 
 for _function in (_BCE, _BCEWithLogits, _NLL, _CrossEntropy):

@@ -112,7 +112,7 @@ def binary_cross_entropy(
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad:
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.bce.eager(input, target, weight, flags, site)
+            return _autograd.bce.eager(input, target, weight, (flags, site))
         return _autograd.bce.forward(input, target, weight, flags, site)[0]
     except LossValidationError:
         raise
@@ -184,7 +184,7 @@ def binary_cross_entropy_with_logits(
         ):
             if (weight is not None and weight.requires_grad) or (pos_weight is not None and pos_weight.requires_grad):
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, flags, site)
+            return _autograd.bce_with_logits.eager(input, target, weight, pos_weight, (flags, site))
         return _autograd.bce_with_logits.forward(input, target, weight, pos_weight, flags, site)[0]
     except LossValidationError:
         raise
@@ -269,7 +269,7 @@ def nll_loss(
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad:
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.nll.eager(input, target, weight, ignore_index, flags, site)
+            return _autograd.nll.eager(input, target, weight, (ignore_index, flags, site))
         return _autograd.nll.forward(input, target, weight, ignore_index, flags, site)[0]
     except LossValidationError:
         raise
@@ -358,7 +358,7 @@ def cross_entropy(
         if _is_grad_enabled() and (input.requires_grad or target.requires_grad or weight is not None):
             if weight is not None and weight.requires_grad and not target.is_floating_point():
                 raise Unsupported(_NO_WEIGHT_GRADIENT)
-            return _autograd.cross_entropy.eager(input, target, weight, ignore_index, label_smoothing, flags, site)
+            return _autograd.cross_entropy.eager(input, target, weight, (ignore_index, label_smoothing, flags, site))
         return _autograd.cross_entropy.forward(input, target, weight, ignore_index, label_smoothing, flags, site)[0]
     except LossValidationError:
         raise
@@ -558,7 +558,7 @@ def _eager(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], fl
     if _backward_running() != -1:
         flags = _in_backward(flags)
     if _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return loss.loss.eager(*tensors, *constants, flags, _call_site())
+        return loss.loss.eager(*tensors, (*constants, flags, _call_site()))
     return loss.loss.forward(*tensors, *constants, flags, _call_site())[0]
 
 
