@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch as _torch  # before _C, which needs its libraries  # noqa: F401
 
 from . import distributed, functional
+from ._patch import patch, patched, unpatch
 from ._pending import check
 from ._policy import configure, guard, policy
 from ._stats import SiteStats, reset_stats, stats
@@ -53,7 +54,10 @@ __all__ = [
     "guard",
     "off_report",
     "on_report",
+    "patch",
+    "patched",
     "policy",
     "reset_stats",
     "stats",
+    "unpatch",
 ]

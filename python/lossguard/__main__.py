@@ -53,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Needs scikit-learn: pip install scikit-learn. Exit status: 0 if all went as told, else 1.",
     )
     demo.set_defaults(run=_demo)
+
+    from . import _run
+
+    _run.add_parser(commands)
     return parser
 
 

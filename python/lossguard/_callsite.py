@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator
 from types import FunctionType, TracebackType
@@ -22,11 +23,13 @@ _DEMO = _HERE + "demo.py"  # a user of this package, although it lives in it
 # By function: what the name of its file tells. Libraries with a checkpointing of their own name theirs the same way.
 _RECOMPUTING = {"recompute_fn": "checkpoint", "backward": "checkpoint"}
 
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
 #: Sites seen while a graph was traced; the negative of their index, less 1, is baked into the graph as a constant.
 _traced: list[CallSite] = []
 
 
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
     return file.startswith((*_INTERNAL, *_GENERATED)) and file != _DEMO or "torchinductor" in file
 
 
@@ -40,7 +43,7 @@ def here() -> CallSite | None:
     outermost = None
     while frame is not None:
         code = frame.f_code
-        if not _is_internal(code.co_filename):
+        if not is_internal(code.co_filename):
             return _site(code.co_filename, frame.f_lineno, code.co_name)
         outermost = (code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
@@ -104,10 +107,13 @@ def _never_run() -> Iterator[None]:
 def traced_site() -> int:
     """While a graph is traced: the id of the line being traced, to be baked into the graph."""
     context = torch._guards.TracingContext.try_get()
-    stack = context.extract_stack() if context is not None else []
-    for frame in reversed(stack):
-        if not _is_internal(frame.filename):
-            found: CallSite | None = _site(frame.filename, frame.lineno or 0, frame.name)
+    stack = [(f.filename, f.lineno or 0, f.name) for f in (context.extract_stack() if context is not None else [])]
+    if not torch.compiler.is_dynamo_compiling():  # a graph of Dynamo's is being run to trace what is under its nodes
+        noted = torch.fx.traceback.get_current_meta().get("stack_trace") or ""
+        stack += [(file, int(line), function) for file, line, function in _FRAME.findall(noted)]
+    for file, line, function in reversed(stack):
+        if not is_internal(file):
+            found: CallSite | None = _site(file, line, function)
             break
     else:
         found = here()
@@ -118,4 +124,4 @@ def traced_site() -> int:
     return -1 - _traced.index(found)
 
 
-_C.set_internal(_is_internal)
+_C.set_internal(is_internal)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ def _describe(name: str, value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"{name}={value!r}"
     return f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} {value.device}"
+
+
+def copy_of(function: Any) -> Callable[..., Tensor]:
+    """One of torch.nn.functional's that stays native when `lossguard.patch` gives that another code."""
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def fall_back(function: Callable[..., Tensor], tensors: dict[str, Any], options: dict[str, Any], why: str) -> Tensor:

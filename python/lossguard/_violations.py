@@ -38,11 +38,12 @@ class _Held(NamedTuple):
     optimizers: set[int]  # whose step it was raised at
 
 
-class _Collecting(threading.local):
-    into: list[Report] | None = None
+class _OfThread(threading.local):
+    collecting: list[Report] | None = None  # where what would be raised goes
+    only_warning = False  # of what native torch does not check, and computes
 
 
-_collecting = _Collecting()
+_of_thread = _OfThread()
 
 
 def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidationError | None:
@@ -77,8 +78,8 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
         if found["on_violation"] == _WARN:
             _warn(report)
         elif found["on_violation"] == _RAISE:
-            if _collecting.into is not None:
-                _collecting.into.append(report)
+            if _of_thread.collecting is not None:
+                _of_thread.collecting.append(report)
             elif _is_to_be_held(found["when"], moment):
                 _held.append(_Held(report, threading.current_thread(), set()))
             else:
@@ -122,7 +123,7 @@ def raise_held(moment: str, optimizer: int = 0) -> None:
 
     That one's optimizer may not have been the one with the gradients.
     """
-    if _collecting.into is not None or (moment == "leave" and _world_size() > 1):
+    if _of_thread.collecting is not None or (moment == "leave" and _world_size() > 1):
         return
     reports = _take_held(moment, optimizer)
     if moment == "step" and _told:
@@ -153,12 +154,22 @@ def forget_held() -> None:
 @contextlib.contextmanager
 def collect() -> Iterator[list[Report]]:
     """Inside, what would be raised on this thread goes to a list, with what was held."""
-    outer, _collecting.into = _collecting.into, []
+    outer, _of_thread.collecting = _of_thread.collecting, []
     try:
-        yield _collecting.into
-        _collecting.into[:0] = _take_held("check")
+        yield _of_thread.collecting
+        _of_thread.collecting[:0] = _take_held("check")
     finally:
-        _collecting.into = outer
+        _of_thread.collecting = outer
+
+
+@contextlib.contextmanager
+def only_warning() -> Iterator[None]:
+    """Inside, a warning on this thread does not say that what is bad is ignored, for it is not."""
+    _of_thread.only_warning = True
+    try:
+        yield
+    finally:
+        _of_thread.only_warning = False
 
 
 def on_report(function: Callable[[Report], Any]) -> Callable[[Report], Any]:
@@ -224,7 +235,10 @@ def _warn(report: Report) -> None:
     token = object()
     if _warned.setdefault(key, token) is not token:
         return
-    text = shorten(str(report), MAX_TEXT - 80) + '\n  on_violation="warn": treated as ignored; said once for this line'
+    done = 'on_violation="warn": treated as ignored'
+    if _of_thread.only_warning:
+        done = "native torch does not check this, and computes with it"
+    text = f"{shorten(str(report), MAX_TEXT - 80)}\n  {done}; said once for this line"
     try:
         warnings.warn_explicit(errors.LossValidationWarning(text, report), None, site.file, site.line)
     except errors.LossValidationWarning:  # warnings are errors: the next one is to be raised as well

@@ -383,14 +383,21 @@ class _Loss:
         self.has_classes = "ignore_index" in constants
 
 
-_BCE = _Loss(_autograd.bce, F.binary_cross_entropy, ("input", "target", "weight"))
+_BCE = _Loss(_autograd.bce, _native.copy_of(F.binary_cross_entropy), ("input", "target", "weight"))
 _BCE_WITH_LOGITS = _Loss(
-    _autograd.bce_with_logits, F.binary_cross_entropy_with_logits, ("input", "target", "weight", "pos_weight")
+    _autograd.bce_with_logits,
+    _native.copy_of(F.binary_cross_entropy_with_logits),
+    ("input", "target", "weight", "pos_weight"),
 )
-_NLL = _Loss(_autograd.nll, F.nll_loss, ("input", "target", "weight"), ("ignore_index",))
+_NLL = _Loss(_autograd.nll, _native.copy_of(F.nll_loss), ("input", "target", "weight"), ("ignore_index",))
 _CROSS_ENTROPY = _Loss(
-    _autograd.cross_entropy, F.cross_entropy, ("input", "target", "weight"), ("ignore_index", "label_smoothing")
+    _autograd.cross_entropy,
+    _native.copy_of(F.cross_entropy),
+    ("input", "target", "weight"),
+    ("ignore_index", "label_smoothing"),
 )
+#: torch's own four, by name, also while `lossguard.patch` is in force.
+NATIVE = {loss.native.__name__: loss.native for loss in (_BCE, _BCE_WITH_LOGITS, _NLL, _CROSS_ENTROPY)}
 
 
 def _flags(
@@ -458,7 +465,7 @@ def _site() -> int:
     """The line that calls, or is traced; 0 in what may run in another process, where ids of this one mean nothing."""
     if torch.compiler.is_exporting():
         return 0
-    return _callsite.traced_site() if torch.compiler.is_dynamo_compiling() else _call_site()
+    return _callsite.traced_site() if _is_compiling() else _call_site()
 
 
 def _in_backward(flags: int) -> int:

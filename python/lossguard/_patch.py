@@ -1,0 +1,188 @@
+"""``patch()``: torch's own four losses, whoever calls them, go through lossguard.
+
+All of them end in four functions of :mod:`torch.nn.functional`, which are written in Python. Their code is replaced,
+and they stay the objects they are: names imported before, bound methods, tables keyed by function and the graphs of
+torch.compile all mean the same function still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import _violations, functional
+from ._policy import OnViolation, When, _check
+
+__all__ = ["patch", "patched", "unpatch"]
+
+
+class _Patched(NamedTuple):
+    ours: Callable[..., Tensor]
+    tensors: tuple[str, ...]
+    has_extra: Callable[[dict[str, Any]], bool]  # whether native does not check at all what lossguard would
+
+
+_FUNCTIONS: dict[Any, _Patched] = {
+    F.binary_cross_entropy: _Patched(
+        functional.binary_cross_entropy, ("input", "target", "weight"), lambda call: False
+    ),
+    F.binary_cross_entropy_with_logits: _Patched(
+        functional.binary_cross_entropy_with_logits, ("input", "target", "weight", "pos_weight"), lambda call: True
+    ),
+    F.nll_loss: _Patched(functional.nll_loss, ("input", "target", "weight"), lambda call: False),
+    F.cross_entropy: _Patched(
+        functional.cross_entropy,
+        ("input", "target", "weight"),
+        lambda call: isinstance(call["target"], Tensor) and call["target"].is_floating_point(),
+    ),
+}
+_HOOK = "_lossguard_call"  # the name by which the new code, whose globals are torch's, finds `_call`
+
+
+class _Options(NamedTuple):
+    strict: bool
+    policy: dict[str, Any]
+
+
+_lock = threading.Lock()
+_options: Optional[_Options] = None  # None: not patched
+_original: dict[Any, CodeType] = {}
+_uses_autograd_cache = True
+#: What is told of every call that is not being traced: (name of the loss's function, its arguments).
+observers: list[Callable[[str, dict[str, Any]], None]] = []
+
+
+def patch(
+    *,
+    strict: bool = False,
+    check_finite: Optional[bool] = None,
+    on_violation: Optional[OnViolation] = None,
+    when: Optional[When] = None,
+) -> None:
+    """Have every use of torch's four losses validated, with no change to the code that uses them.
+
+    ``torch.nn.CrossEntropyLoss`` and its like, their subclasses, ``torch.nn.functional.cross_entropy`` and names
+    imported from there before, and so the losses of the libraries built on them. What is written in C++ or scripted by
+    TorchScript stays native, and so does what calls ``torch.ops.aten`` itself. What torch.compile has compiled before
+    is compiled anew.
+
+    Args:
+        strict: raise for what native torch does not check either (targets of BCE-with-logits, class probabilities).
+            Otherwise that is computed as native computes it, and warned of once per line; not in compiled code.
+        check_finite, on_violation, when: as in :func:`lossguard.configure`; None follows `guard` and `configure`.
+
+    Patching again changes the options. :func:`unpatch` undoes it; ``with lossguard.patched(...):`` does both.
+    """
+    _check(strict, check_finite, on_violation, when)
+    with _lock:
+        _set(_Options(strict, dict(check_finite=check_finite, on_violation=on_violation, when=when)))
+
+
+def unpatch() -> None:
+    """Give torch its losses back. Without effect where they are not patched."""
+    with _lock:
+        _set(None)
+
+
+@contextlib.contextmanager
+def patched(
+    *,
+    strict: bool = False,
+    check_finite: Optional[bool] = None,
+    on_violation: Optional[OnViolation] = None,
+    when: Optional[When] = None,
+) -> Iterator[None]:
+    """:func:`patch` for the time of a ``with`` block, in every thread; then all is as it was before it."""
+    before = _options
+    patch(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when)
+    try:
+        yield
+    finally:
+        with _lock:
+            _set(before)
+
+
+def is_patched() -> bool:
+    return _options is not None
+
+
+def _set(options: Optional[_Options]) -> None:
+    global _options, _uses_autograd_cache
+    if options is not None and _options is None:
+        setattr(F, _HOOK, _call)
+        for function in _FUNCTIONS:
+            _original[function] = function.__code__
+            function.__code__ = _code_of_call(function)
+        # Its keys are graphs that call torch's functions: what they mean is not the same now.
+        _uses_autograd_cache = torch._functorch.config.enable_autograd_cache
+        torch._functorch.config.enable_autograd_cache = False
+        _forget_compiled()
+    elif options is None and _options is not None:
+        for function, code in _original.items():
+            function.__code__ = code
+        _original.clear()
+        torch._functorch.config.enable_autograd_cache = _uses_autograd_cache
+        _forget_compiled()
+    elif options != _options:
+        _forget_compiled()
+    _options = options
+
+
+def _forget_compiled() -> None:
+    if torch._dynamo.utils.counters["frames"]:
+        torch._dynamo.reset()
+
+
+def _code_of_call(function: Any) -> CodeType:
+    """Code with the function's parameters (the defaults are the function's) that calls `_call`.
+
+    It says it is from where the function is: that is where inspect and TorchScript read the source.
+    """
+    names = list(inspect.signature(function).parameters)
+    call = ", ".join([repr(function.__name__), *(f"{name}={name}" for name in names)])
+    scope: dict[str, Any] = {}
+    exec(f"def {function.__name__}({', '.join(names)}):\n    return {_HOOK}({call})", scope)
+    code: CodeType = scope[function.__name__].__code__
+    was = function.__code__
+    return code.replace(co_filename=was.co_filename, co_firstlineno=was.co_firstlineno)
+
+
+_BY_NAME = {function.__name__: function for function in _FUNCTIONS}
+
+
+def _call(name: str, **arguments: Any) -> Tensor:
+    function = _BY_NAME[name]
+    ours, names, has_extra = _FUNCTIONS[function]
+    tensors = tuple(arguments[tensor] for tensor in names if arguments[tensor] is not None)
+    if has_torch_function(tensors):
+        overridden: Tensor = handle_torch_function(function, tensors, **arguments)
+        return overridden
+    options = _options
+    if options is None:  # another thread has undone it
+        return functional.NATIVE[name](**arguments)
+    if not torch.compiler.is_compiling():
+        for observer in tuple(observers):
+            observer(name, arguments)
+        if not options.strict and has_extra(arguments):
+            return _warned(name, arguments, options)
+    return ours(**arguments, strict=options.strict, **options.policy)
+
+
+def _warned(name: str, arguments: dict[str, Any], options: _Options) -> Tensor:
+    """What native does not check: warned of, and computed as native does, with what is outside."""
+    ours = _FUNCTIONS[_BY_NAME[name]].ours
+    if options.policy["on_violation"] != "skip" and not torch._C._are_functorch_transforms_active():
+        with torch.no_grad(), _violations.only_warning():
+            ours(**arguments, strict=True, on_violation="warn", when="immediately")
+    if options.policy["check_finite"]:
+        return ours(**arguments, strict=False, **options.policy)
+    return functional.NATIVE[name](**arguments)
