@@ -121,7 +121,7 @@ def _engine(ninja, variant):
 
 def _mirror(package, folder):
     """Symbolic links to the Python half, and none to what is no longer there."""
-    wanted = {path.name for path in package.iterdir() if path.suffix in (".py", ".pyi", ".typed")}
+    wanted = {path.name for path in package.iterdir() if path.suffix != ".so" and path.name != "__pycache__"}
     for link in folder.iterdir():
         if link.is_symlink() and link.name not in wanted:
             link.unlink()
