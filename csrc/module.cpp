@@ -70,6 +70,7 @@ py::dict describe(const Finding& finding) {
   d["on_violation"] = int(call.flags.policy.on_violation);
   d["when"] = int(call.flags.policy.when);
   d["recomputed"] = call.flags.recomputed;
+  d["wraps"] = call.flags.wraps;
   d["sections"] = sections;
   d["input"] = describe(call.input);
   d["target"] = describe(call.target);

@@ -8,11 +8,14 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <initializer_list>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "cpu/launchers.h"
 #include "cpu/parallel.h"
@@ -429,6 +432,55 @@ Tensor nll_backward(const Tensor& grad, const Tensor& input, const Tensor& targe
   return row_backward(launch::nll_backward, std::move(a), grad, input, saved, false);
 }
 
+// ---- indices of other operations: NLL's check of labels, with no log-probabilities to pick
+
+// python/lossguard/_indexing.py, OPERATIONS
+constexpr const char* kOperations[] = {
+    "embedding",  "embedding_bag", "gather", "scatter", "index_select", "index_add",
+    "index_copy", "index_fill",    "take",   "one_hot", "indexing",
+};
+
+// A copy of `index` to go on with, after a check that it is in [0, source.size(dim)); for `take` dim is -1, and the
+// indices count all elements. Callers have added the size to negative ones where `flags` say that those count from the end.
+Tensor check_index(const Tensor& index, const Tensor& source, int64_t dim, int64_t operation, int64_t flags, int64_t site) {
+  require(operation >= 0 && operation < int64_t(std::size(kOperations)), "no such operation");
+  require(dim >= -1 && dim < std::max<int64_t>(source.dim(), 1), "no such dimension");
+  require(index.dim() < kMaxDims, "too many dimensions");
+  const std::vector<int64_t> shape(source.sizes().begin(), source.sizes().end());
+  pending::poll(Moment::a_call);
+  RowLoss a;
+  a.flags = decode(flags);
+  a.flags.reduction = Reduction::sum;
+  a.flags.policy.check_finite = false;
+  a.flags.needs_grad = true;  // what comes of a wrong one is not to be stepped on
+  a.target = view(index, "index");
+  require(!is_float(a.target.dtype), "index must be int64 or uint8");
+  const int64_t one = 1, tail = kSavedTail;
+  const Tensor zero = empty(index, &one, 1, DType::f32);
+  Tensor saved = empty(index, &tail, 1, DType::f32), loss = empty(index, nullptr, 0, DType::f32);
+  a.saved = view(saved, "saved");
+  // As many log-probabilities as the source has elements along dim, a row of them for each index: all the same one.
+  a.input = View{};
+  a.input.present = true;
+  a.input.dtype = DType::f32;
+  a.input.data = const_cast<void*>(zero.const_data_ptr());
+  a.input.ndim = a.target.ndim + 1;
+  a.class_dim = a.target.ndim == 0 ? 0 : 1;
+  for (int d = 0, from = 0; d < a.input.ndim; ++d) {
+    a.input.strides[d] = 0;
+    a.input.sizes[d] = d == a.class_dim ? dim < 0 || shape.empty() ? source.numel() : shape[dim] : a.target.sizes[from++];
+  }
+  a.ignore_index = -1 - (int64_t(1) << 62);  // none: far from every size
+  const Outcome outcome = launch::nll_forward(a, view(loss, "loss"), index);
+  settle(outcome, a.flags, View{}, [&] {
+    Call c = call(kOperations[operation], site, a.flags, a.input, a.target, index);
+    c.input = Given(shape, DType::f32);
+    c.num_classes = a.classes();
+    return c;
+  });
+  return torch::stable::clone(index);
+}
+
 }  // namespace
 }  // namespace lossguard
 
@@ -453,6 +505,7 @@ STABLE_TORCH_LIBRARY(lossguard, m) {
   m.def(
       "nll_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor saved, int ignore_index, "
       "int flags) -> Tensor");
+  m.def("check_index(Tensor index, Tensor source, int dim, int operation, int flags, int site) -> Tensor");
 }
 
 #define LOSSGUARD_IMPL(key)                          \
@@ -466,6 +519,7 @@ STABLE_TORCH_LIBRARY(lossguard, m) {
     m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));        \
     m.impl("nll_forward", TORCH_BOX(&nll_forward));                              \
     m.impl("nll_backward", TORCH_BOX(&nll_backward));                            \
+    m.impl("check_index", TORCH_BOX(&check_index));                              \
   }
 
 LOSSGUARD_IMPL(CPU)

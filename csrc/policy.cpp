@@ -21,7 +21,8 @@ std::vector<int64_t>& samples() {
 
 Flags decode(int64_t flags) {
   const int32_t code = thread_override >= 0 ? thread_override : ambient::get_default();
-  Flags f{Reduction(flags & 3), bool(flags >> 2 & 1), Policy::unpack(code), bool(flags >> 11 & 1), bool(flags >> 12 & 1)};
+  const bool needs_grad = flags >> 11 & 1, recomputed = flags >> 12 & 1, wraps = flags >> 13 & 1;
+  Flags f{Reduction(flags & 3), bool(flags >> 2 & 1), Policy::unpack(code), needs_grad, recomputed, wraps};
   const int strict = flags >> 3 & 3, finite = flags >> 5 & 3, action = flags >> 7 & 3, when = flags >> 9 & 3;
   if (strict) f.policy.strict = strict == 2;
   if (finite) f.policy.check_finite = finite == 2;

@@ -30,12 +30,12 @@ struct Policy {
 
 // Bits of `flags`: 0-1 reduction, 2 float32 loss for half inputs (autocast), then per policy field a
 // value that is 0 where the caller said nothing: 3-4 strict, 5-6 check_finite, 7-8 on_violation, 9-10 when (3: automatic);
-// 11 a gradient may be asked for, 12 a forward that a backward computes anew.
+// 11 a gradient may be asked for, 12 a forward that a backward computes anew, 13 a negative index counts from the end.
 struct Flags {
   Reduction reduction;
   bool float_loss;
   Policy policy;
-  bool needs_grad, recomputed;
+  bool needs_grad, recomputed, wraps;
 };
 
 Flags decode(int64_t flags);

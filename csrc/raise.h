@@ -1,6 +1,7 @@
 // From C++ to the Python exception a person reads.
 #pragma once
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "policy.h"
@@ -15,11 +16,12 @@ struct Given {
   DType dtype;
 
   explicit Given(const View& v) : shape(v.sizes, v.sizes + v.ndim), dtype(v.dtype) {}
+  Given(std::vector<int64_t> shape, DType dtype) : shape(std::move(shape)), dtype(dtype) {}
 };
 
 // Who was called with what.
 struct Call {
-  const char* loss;  // "CrossEntropyLoss"
+  const char* loss;  // "CrossEntropyLoss", or an operation that takes indices: "embedding"
   int64_t site;      // python/lossguard/_callsite.py; 0: the call site is on the Python stack now
   Flags flags;
   Given input, target;

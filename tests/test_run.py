@@ -158,6 +158,24 @@ def test_what_only_lossguard_checks(script: Script, capsys: pytest.CaptureFixtur
     assert run("--check-finite", script(text)) == 65
 
 
+EMBEDDING = """
+    import torch
+    from torch import nn
+    embedding = nn.Embedding(100, 4)
+    tokens = torch.tensor([[1, 2], [100, 3]])
+    print(embedding(tokens).shape)
+"""
+
+
+def test_indices(script: Script, capsys: pytest.CaptureFixture) -> None:
+    assert run("--immediately", script(EMBEDDING)) == 65
+    err = capsys.readouterr().err
+    assert "lossguard.IndexOutOfBoundsError: index 100 is out of bounds. embedding: 1 of 4 indices" in err
+    assert "index   (2, 2) int64 cpu: 1 .. 100" in err and "print(embedding(tokens).shape)" in err
+    assert run("--no-indexing", script(EMBEDDING)) == 1
+    assert "IndexError: index out of range in self" in capsys.readouterr().err
+
+
 def test_modules_and_packages(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (tmp_path / "some_package").mkdir()
     script(TRAIN, "some_package/__main__.py")

@@ -20,6 +20,7 @@ from ._policy import configure, guard, policy
 from ._stats import SiteStats, reset_stats, stats
 from ._violations import off_report, on_report
 from .errors import (
+    IndexOutOfBoundsError,
     LossValidationError,
     LossValidationWarning,
     NonFiniteError,
@@ -37,6 +38,7 @@ __all__ = [
     "BCEWithLogitsLoss",
     "CallSite",
     "CrossEntropyLoss",
+    "IndexOutOfBoundsError",
     "LossValidationError",
     "LossValidationWarning",
     "NLLLoss",

@@ -98,6 +98,11 @@ def _(input: Tensor, target: Tensor, weight: Optional[Tensor], ignore_index: int
     return _row_forward(input, flags, saved_per_row=0)
 
 
+@_fake("check_index")
+def _(index: Tensor, source: Tensor, dim: int, operation: int, flags: int, site: int) -> Tensor:
+    return torch.empty_like(index)
+
+
 def _backward(grad: Tensor, input: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(input)
 

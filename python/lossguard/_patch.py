@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _violations, functional
-from ._policy import OnViolation, When, _check
+from . import _indexing, _native, _violations, functional
+from ._indexing import observers
+from ._policy import OnViolation, When, _check, explicit_flags
 
 __all__ = ["patch", "patched", "unpatch"]
 
@@ -31,7 +32,9 @@ class _Patched(NamedTuple):
     has_extra: Callable[[dict[str, Any]], bool]  # whether native does not check at all what lossguard would
 
 
-_FUNCTIONS: dict[Any, _Patched] = {
+_EMBEDDING = {name: _native.copy_of(getattr(F, name)) for name in _indexing.EMBEDDINGS}
+_FUNCTIONS: dict[Any, Optional[_Patched]] = {
+    **{getattr(F, name): None for name in _indexing.EMBEDDINGS},
     F.binary_cross_entropy: _Patched(
         functional.binary_cross_entropy, ("input", "target", "weight"), lambda call: False
     ),
@@ -51,14 +54,15 @@ _HOOK = "_lossguard_call"  # the name by which the new code, whose globals are t
 class _Options(NamedTuple):
     strict: bool
     policy: dict[str, Any]
+    indexing: bool
 
 
 _lock = threading.Lock()
 _options: Optional[_Options] = None  # None: not patched
 _original: dict[Any, CodeType] = {}
+_attributes: list[tuple[Any, str, Any]] = []  # (owner, name, what it had of its own, or _INHERITED)
+_INHERITED = object()
 _uses_autograd_cache = True
-#: What is told of every call that is not being traced: (name of the loss's function, its arguments).
-observers: list[Callable[[str, dict[str, Any]], None]] = []
 
 
 def patch(
@@ -67,6 +71,7 @@ def patch(
     check_finite: Optional[bool] = None,
     on_violation: Optional[OnViolation] = None,
     when: Optional[When] = None,
+    indexing: bool = False,
 ) -> None:
     """Have every use of torch's four losses validated, with no change to the code that uses them.
 
@@ -79,12 +84,18 @@ def patch(
         strict: raise for what native torch does not check either (targets of BCE-with-logits, class probabilities).
             Otherwise that is computed as native computes it, and warned of once per line; not in compiled code.
         check_finite, on_violation, when: as in :func:`lossguard.configure`; None follows `guard` and `configure`.
+        indexing: check, too, the indices of ``embedding``, ``embedding_bag``, ``gather``, ``scatter*``,
+            ``index_select``, ``index_add``, ``index_copy``, ``index_fill``, ``take``, ``one_hot``, ``index_put`` and
+            ``x[i]``, and raise :class:`lossguard.IndexOutOfBoundsError`. The nearest valid index
+            takes the place of one that is not, so that on CUDA the device lives on. For looking for a fault: every
+            index is read twice more, and each such call costs the host 40 to 80 us more.
 
     Patching again changes the options. :func:`unpatch` undoes it; ``with lossguard.patched(...):`` does both.
     """
     _check(strict, check_finite, on_violation, when)
     with _lock:
-        _set(_Options(strict, dict(check_finite=check_finite, on_violation=on_violation, when=when)))
+        policy = dict(check_finite=check_finite, on_violation=on_violation, when=when)
+        _set(_Options(strict, policy, indexing))
 
 
 def unpatch() -> None:
@@ -100,10 +111,11 @@ def patched(
     check_finite: Optional[bool] = None,
     on_violation: Optional[OnViolation] = None,
     when: Optional[When] = None,
+    indexing: bool = False,
 ) -> Iterator[None]:
     """:func:`patch` for the time of a ``with`` block, in every thread; then all is as it was before it."""
     before = _options
-    patch(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when)
+    patch(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when, indexing=indexing)
     try:
         yield
     finally:
@@ -117,6 +129,8 @@ def is_patched() -> bool:
 
 def _set(options: Optional[_Options]) -> None:
     global _options, _uses_autograd_cache
+    if options == _options:
+        return
     if options is not None and _options is None:
         setattr(F, _HOOK, _call)
         for function in _FUNCTIONS:
@@ -125,21 +139,33 @@ def _set(options: Optional[_Options]) -> None:
         # Its keys are graphs that call torch's functions: what they mean is not the same now.
         _uses_autograd_cache = torch._functorch.config.enable_autograd_cache
         torch._functorch.config.enable_autograd_cache = False
-        _forget_compiled()
-    elif options is None and _options is not None:
+    elif options is None:
         for function, code in _original.items():
             function.__code__ = code
         _original.clear()
+        delattr(F, _HOOK)
         torch._functorch.config.enable_autograd_cache = _uses_autograd_cache
-        _forget_compiled()
-    elif options != _options:
-        _forget_compiled()
+    indexing = options is not None and options.indexing
+    if indexing and not _attributes:
+        for owner, name, function in [*_indexing.replacements(_index_flags)]:
+            _attributes.append((owner, name, vars(owner).get(name, _INHERITED)))
+            setattr(owner, name, function)
+    elif not indexing:
+        while _attributes:
+            owner, name, was = _attributes.pop()
+            if was is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, was)
     _options = options
-
-
-def _forget_compiled() -> None:
     if torch._dynamo.utils.counters["frames"]:
         torch._dynamo.reset()
+
+
+def _index_flags() -> int:
+    options = _options
+    policy = options.policy if options is not None else {"on_violation": "skip", "when": None}
+    return explicit_flags(None, None, policy["on_violation"], policy["when"])
 
 
 def _code_of_call(function: Any) -> CodeType:
@@ -161,7 +187,11 @@ _BY_NAME = {function.__name__: function for function in _FUNCTIONS}
 
 def _call(name: str, **arguments: Any) -> Tensor:
     function = _BY_NAME[name]
-    ours, names, has_extra = _FUNCTIONS[function]
+    if name in _indexing.EMBEDDINGS:
+        return _embedding(name, function, arguments)
+    patched = _FUNCTIONS[function]
+    assert patched is not None
+    ours, names, has_extra = patched
     tensors = tuple(arguments[tensor] for tensor in names if arguments[tensor] is not None)
     if has_torch_function(tensors):
         overridden: Tensor = handle_torch_function(function, tensors, **arguments)
@@ -177,9 +207,17 @@ def _call(name: str, **arguments: Any) -> Tensor:
     return ours(**arguments, strict=options.strict, **options.policy)
 
 
+def _embedding(name: str, function: Any, arguments: dict[str, Any]) -> Tensor:
+    indices, weight = (arguments[key] for key in ("input", "weight"))
+    if not has_torch_function((indices, weight)) and (options := _options) is not None and options.indexing:
+        if isinstance(weight, Tensor) and weight.dim() == 2:
+            arguments["input"] = _indexing.checked(name, indices, weight, 0, _index_flags())
+    return _EMBEDDING[name](**arguments)
+
+
 def _warned(name: str, arguments: dict[str, Any], options: _Options) -> Tensor:
     """What native does not check: warned of, and computed as native does, with what is outside."""
-    ours = _FUNCTIONS[_BY_NAME[name]].ours
+    ours = getattr(functional, name)
     if options.policy["on_violation"] != "skip" and not torch._C._are_functorch_transforms_active():
         with torch.no_grad(), _violations.only_warning():
             ours(**arguments, strict=True, on_violation="warn", when="immediately")

@@ -27,6 +27,7 @@ FLOAT_LOSS = 1 << 2  # a float32 loss for half inputs, as under autocast
 SKIP = 3 << 7  # on_violation, spelled out
 NEEDS_GRAD = 1 << 11
 RECOMPUTED = 1 << 12  # a forward that a backward computes anew
+WRAPS = 1 << 13  # a negative index counts from the end
 
 
 def _check(strict: bool | None, check_finite: bool | None, on_violation: str | None, when: str | None) -> None:

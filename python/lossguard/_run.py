@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import _callsite, _patch, _pending, _violations, postmortem
+from . import _callsite, _indexing, _patch, _pending, _violations, postmortem
 from .errors import LossValidationError
 from .report import Report
 
@@ -33,9 +33,10 @@ _KEPT = 4  # calls whose tensors are at hand when a violation comes to light
 
 _DESCRIPTION = """\
 Runs a Python script or module as python does, with every use of torch's BCELoss, BCEWithLogitsLoss, NLLLoss
-and CrossEntropyLoss validated, also in libraries and under torch.compile. At a bad label it says which one,
-where and the likely cause, and describes the batch. The script, its arguments and everything else it raises
-are untouched. Options go before the script, the script's own behind it.
+and CrossEntropyLoss validated, also in libraries and under torch.compile, and the indices of embeddings,
+gather, x[i] and their like. At a bad label it says which one, where and the likely cause, and describes the
+batch. The script, its arguments and everything else it raises are untouched. Options go before the script,
+the script's own behind it.
 """
 _EPILOG = """\
 examples:
@@ -66,6 +67,11 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="raise for what native torch does not check either (targets of BCE-with-logits, class probabilities), "
         "instead of one warning a line",
+    )
+    what.add_argument(
+        "--no-indexing",
+        action="store_true",
+        help="leave out the indices of embedding, gather, scatter, index_select, x[i] and their like",
     )
     what.add_argument("--check-finite", action="store_true", help="check that logits and log-probabilities are finite")
     then = parser.add_argument_group("what a violation does")
@@ -112,6 +118,7 @@ def options_for_patch(options: argparse.Namespace) -> dict[str, Any]:
         "check_finite": options.check_finite or None,
         "on_violation": options.on_violation,
         "when": "immediately" if options.immediately or options.pdb else None,
+        "indexing": not options.no_indexing,
     }
 
 
@@ -133,8 +140,8 @@ class Watch:
     def __enter__(self) -> Watch:
         settings = options_for_patch(self.options)
         self._undo.enter_context(_patch.patched(**settings))
-        _patch.observers.append(self._keep)
-        self._undo.callback(_patch.observers.remove, self._keep)
+        _indexing.observers.append(self._keep)
+        self._undo.callback(_indexing.observers.remove, self._keep)
         _violations.on_report(self._reported)
         self._undo.callback(_violations.off_report, self._reported)
         # Where a step went well, nothing can come to light any more of the calls before it.
@@ -194,8 +201,8 @@ class Watch:
     def _batch_of(self, report: Optional[Report]) -> Optional[Kept]:
         """The latest call with tensors such as the report's."""
         for kept in reversed(self.kept):
-            shapes = {name: tuple(kept.tensors[name].shape) for name in ("input", "target") if name in kept.tensors}
-            if report is not None and shapes == report.shapes:
+            shapes = {name: tuple(tensor.shape) for name, tensor in kept.tensors.items()}
+            if report is not None and report.shapes.items() <= shapes.items():
                 return kept
         return None
 

@@ -205,6 +205,8 @@ def exception_for(
     error: type[errors.LossValidationError] = errors.ValueOutOfRangeError
     if kind == "class_index":
         error = errors.TargetOutOfBoundsError
+    elif kind == "index":
+        error = errors.IndexOutOfBoundsError
     elif kind == "finite":
         error = errors.NonFiniteError
     return error(reports[0], reports[1:], notes)
@@ -247,25 +249,30 @@ def _warn(report: Report) -> None:
 
 
 def _report(found: dict[str, Any], moment: str) -> Report:
-    shapes = {name: tuple(found[name][0]) for name in ("input", "target")}
-    sections = [_section(s, shapes[s["subject"]], found.get("num_classes")) for s in found["sections"]]
+    of_loss = found["loss"].endswith("Loss")
+    names = {"input": "input", "target": "target" if of_loss else "index"}
+    shapes = {name: tuple(found[subject][0]) for subject, name in names.items()}
+    sections = [_section(s, shapes[names[s["subject"]]], found.get("num_classes")) for s in found["sections"]]
+    if not of_loss:
+        sections = [_of_index(section, found["num_classes"], found["wraps"]) for section in sections]
     kind, index = found["device"]
     device = _DEVICES.get(kind, f"device type {kind}")
     report = Report(
         loss=found["loss"],
         sections=sections,
         shapes=shapes,
-        dtypes={name: found[name][1] for name in ("input", "target")},
+        dtypes={name: found[subject][1] for subject, name in names.items()},
         device=device if kind == 0 else f"{device}:{index}",
         num_classes=found.get("num_classes"),
-        ignore_index=found["ignore_index"] if found["target"][1] in ("int64", "uint8") else None,
+        ignore_index=found["ignore_index"] if of_loss and found["target"][1] in ("int64", "uint8") else None,
+        wraps=found["wraps"],
         rank=_rank(),
         # An exported program does not know who calls it, but while it is being called the stack does.
         call_site=_callsite.lookup(found["site"]) or (_callsite.here() if moment == "the call" else None),
         vmap=tuple(reversed(found["samples"])),  # functorch takes the innermost first
         captured=found["captured"],
     )
-    return dataclasses.replace(report, hints=likely_causes(report))
+    return dataclasses.replace(report, hints=likely_causes(report)) if of_loss else report
 
 
 def _section(s: dict[str, Any], shape: tuple[int, ...], num_classes: int | None) -> Section:
@@ -293,6 +300,29 @@ def _section(s: dict[str, Any], shape: tuple[int, ...], num_classes: int | None)
         seen_max=max(known, default=None),
         valid_min=valid_low,
         valid_max=valid_high,
+    )
+
+
+def _of_index(section: Section, size: int, wraps: bool) -> Section:
+    """Of an operation's index: the values as they were given, where negative ones had the size added."""
+
+    def given(value: int | float | None) -> Any:
+        return value - size if wraps and value is not None and value < 0 else value
+
+    low = -size if wraps else 0
+    counts = {"below 0" if not wraps else f"below {low}": section.counts.get("below 0", 0)}
+    counts[">= size"] = section.counts.get(">= num_classes", 0)
+    return dataclasses.replace(
+        section,
+        tensor="index",
+        kind="index",
+        values=[given(value) for value in section.values],
+        counts={name: n for name, n in counts.items() if n},
+        labels={} if wraps else {k: n for k, n in section.labels.items() if k != "num_classes"},
+        min=given(section.min),
+        max=given(section.max),
+        seen_min=given(section.seen_min),
+        seen_max=given(section.seen_max),
     )
 
 

@@ -9,6 +9,7 @@ from .report import MAX_TEXT, Report, shorten
 
 __all__ = [
     "LossValidationError",
+    "IndexOutOfBoundsError",
     "TargetOutOfBoundsError",
     "ValueOutOfRangeError",
     "NonFiniteError",
@@ -55,6 +56,11 @@ class TargetOutOfBoundsError(LossValidationError, IndexError):
     """A class index is neither in ``[0, num_classes)`` nor ``ignore_index``. Native raises IndexError."""
 
 
+class IndexOutOfBoundsError(LossValidationError, IndexError, RuntimeError):
+    """An index of an embedding, a gather, ``x[i]`` or the like is out of bounds; checked where
+    ``lossguard.patch(indexing=True)`` is in force. Native raises one of the two, or asserts on the device."""
+
+
 class ValueOutOfRangeError(LossValidationError, RuntimeError):
     """A probability is not in [0, 1]. Native raises RuntimeError."""
 
@@ -77,6 +83,7 @@ class NotValidatedWarning(UserWarning):
 
 for _class in (
     LossValidationError,
+    IndexOutOfBoundsError,
     TargetOutOfBoundsError,
     ValueOutOfRangeError,
     NonFiniteError,

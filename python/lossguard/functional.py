@@ -51,7 +51,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WIDE = (torch.float32, torch.float64)
 _FEW = 4096  # elements: up to here native NLL, one C++ node, beats any Function written in Python
 _PLAIN = (Tensor, torch.nn.Parameter)
-_DEVICES = ("cpu", "cuda", "meta") if _build_info()["cuda"] else ("cpu", "meta")
+DEVICES = ("cpu", "cuda", "meta") if _build_info()["cuda"] else ("cpu", "meta")
 _NO_WEIGHT_GRADIENT = "weights have no gradient"
 _BOOL = "ignore_index is a bool"
 
@@ -457,11 +457,11 @@ def _special(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
         promoted = _promoted(loss, tensors, constants)
         if promoted is None:
             return _native_call(loss, tensors, constants, flags, why)
-        return _like_native(loss, target, loss.loss.traced(*promoted, *constants, flags, _site()))
-    return loss.loss.traced(*tensors, *constants, flags, _site())
+        return _like_native(loss, target, loss.loss.traced(*promoted, *constants, flags, site()))
+    return loss.loss.traced(*tensors, *constants, flags, site())
 
 
-def _site() -> int:
+def site() -> int:
     """The line that calls, or is traced; 0 in what may run in another process, where ids of this one mean nothing."""
     if torch.compiler.is_exporting():
         return 0
@@ -491,7 +491,7 @@ def _refusal(loss: _Loss, tensors: tuple[Any, ...], constants: tuple[Any, ...], 
             continue
         if t.dim() > 64:
             return "more than 64 dimensions"
-        if t.layout != torch.strided or t.device != input.device or t.device.type not in _DEVICES:
+        if t.layout != torch.strided or t.device != input.device or t.device.type not in DEVICES:
             return f"{name} is {t.layout} on {t.device}"
         if torch.utils._python_dispatch.is_traceable_wrapper_subclass(t):
             return f"{name} is a {type(t).__name__}"

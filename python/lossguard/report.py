@@ -59,17 +59,18 @@ class Section:
 class Report:
     """What is wrong with one call of a loss. Picklable; :meth:`to_dict` is ready for JSON."""
 
-    loss: str  #: "CrossEntropyLoss", "NLLLoss", "BCELoss" or "BCEWithLogitsLoss"
+    loss: str  #: "CrossEntropyLoss", "NLLLoss", "BCELoss" or "BCEWithLogitsLoss"; or an operation: "embedding", ...
     sections: list[Section]  #: one per faulty tensor, the one that decides the exception's type first
-    shapes: dict[str, tuple[int, ...]]  #: of "input" and "target"
+    shapes: dict[str, tuple[int, ...]]  #: of "input" and "target"; of an operation "input" and "index"
     dtypes: dict[str, str]
     device: str
-    num_classes: int | None = None
+    num_classes: int | None = None  #: or how many an index chooses from
     ignore_index: int | None = None
     rank: int | None = None  #: in torch.distributed, if initialised
     call_site: CallSite | None = None
     vmap: tuple[int, ...] = ()  #: the sample of each `torch.func.vmap` around the call; the rest is of that sample
     hints: list[str] = field(default_factory=list)  #: likely causes, the likeliest first
+    wraps: bool = False  #: of an operation in which a negative index counts from the end
     captured: bool = False  #: of a replay of a CUDA graph: the call site is where it was captured
 
     # The leading section, which most callers want.
@@ -138,6 +139,9 @@ class Report:
             native = f"Target {first} is out of bounds."
             bounds = f"[0, {self.num_classes})"
             said = f"{many} targets {verb} outside {bounds}."
+        elif section.kind == "index":
+            native = f"index {first} is out of bounds."
+            said = f"{many} indices {verb} outside [{self._least_index()}, {self.num_classes})."
         elif section.kind == "unit_interval":
             native = f"all elements of {section.tensor} should be between 0 and 1."
             said = f"{many} elements of {section.tensor} {verb} outside [0, 1]."
@@ -160,11 +164,16 @@ class Report:
             )
         return lines
 
+    def _least_index(self) -> int:
+        return -(self.num_classes or 0) if self.wraps else 0
+
     def _valid(self, section: Section) -> str:
         if section.kind == "finite":
             return "finite, or -inf as a mask" if self.loss == "CrossEntropyLoss" else "finite"
         if section.kind == "unit_interval":
             return "0..1"
+        if section.kind == "index":
+            return f"{self._least_index()}..{(self.num_classes or 0) - 1}"
         span = f"0..{self.num_classes - 1}" if self.num_classes else "none, there are 0 classes"
         return f"{span}, ignore_index: {self.ignore_index}"
 
@@ -173,6 +182,9 @@ class Report:
             self.loss, "input"
         )
         shapes, dtypes = self.shapes, self.dtypes
+        if "index" in shapes:
+            text = f"input {_index(shapes['input'])}, index {_index(shapes['index'])} {self.device}"
+            return text if self.rank is None else f"{text}, rank {self.rank}"
         text = f"{name} {_index(shapes['input'])} {dtypes['input']} {self.device}"
         text += f", target {_index(shapes['target'])} {dtypes['target']}"
         return text if self.rank is None else f"{text}, rank {self.rank}"
