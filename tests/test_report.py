@@ -592,6 +592,7 @@ HINTS = {
     "some -100": " -100: map -100 to -1, the ignore_index of this call, if that marks",
     "some 255": " 255: pass ignore_index=255 if that marks",
     "negative labels": "negative labels: uninitialised memory",
+    "cast from NaN": "are what NaN or infinity becomes when it is cast to an integer",
     "logits": "the input looks like logits, not probabilities: use BCEWithLogitsLoss",
     "rounding": "probabilities just outside [0, 1], from rounding",
     "NaN in some of the input": "missing values or a division by zero in these samples, or the model diverged",
@@ -669,7 +670,7 @@ def logits(*values: float, dtype=torch.float32, function=F.cross_entropy, target
         ),
         (labels(-1, 255, classes=19, n=400), ["some -1", "some 255"]),
         (labels(-7, -12345), ["negative labels"]),
-        (labels(-(2**63)), ["negative labels"]),
+        (labels(-(2**63)), ["cast from NaN"]),
         # probabilities
         (probabilities(-3.0, 4.0), ["logits"]),
         (probabilities(1.5), ["logits"]),

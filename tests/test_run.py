@@ -71,7 +71,9 @@ def test_a_violation_is_reported_with_its_line_and_its_batch(script: Script, cap
     batch = err[err.index("the batch:") :]
     assert "input   (32, 5) float32 cpu" in batch and "target  (32,) int64 cpu: 0 .. 7" in batch
     assert "7        1" in batch and "outside" in batch
-    assert batch.count("\n") == 2 + 2 + len({0, 1, 2, 3, 4, 7})
+    assert batch[: batch.index("\n\n")].count("\n") == 3 + len({0, 1, 2, 3, 4, 7})
+    causes = batch[batch.index("what it may be:") :]
+    assert "evidence: " in causes and "fix: " in causes
 
 
 def test_a_good_run_is_as_python_runs_it(script: Script, capsys: pytest.CaptureFixture) -> None:

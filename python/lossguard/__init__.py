@@ -19,6 +19,7 @@ from ._pending import check
 from ._policy import configure, guard, policy
 from ._stats import SiteStats, reset_stats, stats
 from ._violations import off_report, on_report
+from .diagnosis import Cause, diagnose
 from .errors import (
     IndexOutOfBoundsError,
     LossValidationError,
@@ -37,6 +38,7 @@ __all__ = [
     "BCELoss",
     "BCEWithLogitsLoss",
     "CallSite",
+    "Cause",
     "CrossEntropyLoss",
     "IndexOutOfBoundsError",
     "LossValidationError",
@@ -51,6 +53,7 @@ __all__ = [
     "ValueOutOfRangeError",
     "check",
     "configure",
+    "diagnose",
     "distributed",
     "functional",
     "guard",

@@ -272,7 +272,7 @@ def _report(found: dict[str, Any], moment: str) -> Report:
         vmap=tuple(reversed(found["samples"])),  # functorch takes the innermost first
         captured=found["captured"],
     )
-    return dataclasses.replace(report, hints=likely_causes(report)) if of_loss else report
+    return dataclasses.replace(report, hints=likely_causes(report))
 
 
 def _section(s: dict[str, Any], shape: tuple[int, ...], num_classes: int | None) -> Section:

@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .diagnosis import diagnose
 from .report import Report
 
 __all__ = ["describe"]
@@ -17,7 +18,8 @@ _BAR = 30  # characters
 
 
 def describe(report: Optional[Report], tensors: Optional[Mapping[str, Tensor]]) -> str:
-    """The tensors of a call: shape, dtype, device, range, what is not finite, and how often each class occurs.
+    """The tensors of a call: shape, dtype, device, range, what is not finite, how often each class occurs; then the
+    likely causes, each with its evidence and a fix.
 
     Args:
         report: of the call. tensors: its arguments by name, "input" and "target" among them; None if they are gone.
@@ -30,7 +32,20 @@ def describe(report: Optional[Report], tensors: Optional[Mapping[str, Tensor]]) 
     target = tensors.get("target")
     if target is not None and not target.is_floating_point() and report is not None and target.numel():
         lines += _histogram(target, report.num_classes or 0, report.ignore_index)
+    if report is not None:
+        lines += _causes(report, tensors)
     return "\n".join(lines)
+
+
+def _causes(report: Report, tensors: Mapping[str, Tensor]) -> list[str]:
+    try:
+        causes = diagnose(report, tensors)
+    except ValueError:  # not the tensors of this report
+        causes = diagnose(report)
+    lines = ["", "what it may be:"] if causes else []
+    for cause in causes:
+        lines += [f"  {line}" for line in str(cause).splitlines()]
+    return lines
 
 
 def _dtype(tensor: Tensor) -> str:
