@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products differ from run to run
@@ -90,6 +91,38 @@ class Compiled(Training):
     def step(self, x: Tensor, t: Tensor) -> None:
         self.forward(x, t).backward()
         self.optimizer.step()
+
+
+class ForwardElsewhere(Training):
+    """The forward on a thread that has an optimizer of its own, the backward and the step on the caller's.
+
+    Torch runs the backward of a GPU's tensors on a thread of its own: whose it is comes with it.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.other = ThreadPoolExecutor(1)
+        x, t = (tensor.to(self.device.name) for tensor in batch(0))
+        self.other.submit(Training(*arguments).step, x, t).result(60)
+
+    def step(self, x: Tensor, t: Tensor) -> None:
+        self.other.submit(lambda: self.loss(self.net(x), t)).result(60).backward()
+        self.optimizer.step()
+
+
+class Embedding(Training):
+    """Native losses and an embedding, both patched: the bad label is as well a bad id."""
+
+    def __init__(self, lossguard: Any, device: Device, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__(lossguard, device, optimizer)
+        self.embedding = nn.Embedding(CLASSES, 32, device=device.name)
+        self.optimizer = optimizer([*self.net.parameters(), *self.embedding.parameters()])
+        self.patched = lossguard.patched
+
+    def step(self, x: Tensor, t: Tensor) -> None:
+        with self.patched(indexing=True):
+            nn.functional.cross_entropy(self.net(x + self.embedding(t)), t.clamp(max=CLASSES - 1)).backward()
+            self.optimizer.step()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -212,6 +245,8 @@ CHECKS = {
     "a graph's replays": replays,
     "four graphs at once": replays_at_once,
     "a graph with its optimizer": with_its_optimizer,
+    "the forward on another thread": never_seen(lambda *a: ForwardElsewhere(*a, sgd)),
+    "bad ids of an embedding": never_seen(lambda *a: Embedding(*a, sgd)),
     "compiled, reduce-overhead": never_seen(lambda *a: Compiled(*a, sgd)),
 }
 

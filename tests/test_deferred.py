@@ -878,6 +878,25 @@ def test_a_thread_that_first_steps_on_the_gradients_of_another():
         workers.in_thread("A", lambda: others.step(*batch(2)))  # is not told of what is not its own
 
 
+def test_the_backward_says_whose_gradients_they_are():
+    """The forward in a thread with an optimizer of its own, backward and step in another that has long had one."""
+    with Workers() as workers:
+        others, training = Training(sgd), Training(sgd)
+        for i in range(2):
+            training.step(*batch(i))
+            workers.in_thread("A", functools.partial(others.step, *batch(i)))
+        for i in range(3):
+            before = training.state()
+            loss = workers.in_thread("A", lambda: training.criterion(training.net(bad(1)[0]), bad(1)[1]))
+            with pytest.raises(TargetOutOfBoundsError):
+                loss.backward()
+                training.optimizer.step()
+            training.optimizer.zero_grad()
+            assert_same(before, training.state())
+            training.step(*batch(i))
+            workers.in_thread("A", functools.partial(others.step, *batch(i)))
+
+
 def test_a_thread_does_not_hear_of_what_another_trains():
     """Both have optimizers, and gradients of their own, when one of them steps."""
     with Workers() as workers:
