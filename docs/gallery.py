@@ -57,7 +57,7 @@ def _section(name: str) -> str:
     title = ast.get_docstring(ast.parse(source))
     code = source.split('"""', 2)[2].strip()
     native = _output(path.name).splitlines()[-1:]  # the traceback ends with what there is to know
-    ours = _output("-m", "lossguard", "run", path.name)
+    ours = _output("-m", "lossguard", "run", "--immediately", path.name)
     ours = ours[ours.rfind("\nlossguard.") + 1 :] if "\nlossguard." in ours else ours
     return "\n".join(
         [
