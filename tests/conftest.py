@@ -15,6 +15,7 @@ if EMULATED or torch.cuda.is_available():  # as on the CPU, which most tests wer
 # `make test-emulated` runs the suite on the CUDA kernels, by way of tests/cuda_emulator. These files would say
 # nothing new there: what they test is not a kernel, or code that inductor generated around the same op.
 SAID_BEFORE = [
+    "test_audit.py",
     "test_build.py",
     "test_command_line.py",
     "test_compile.py",
@@ -22,9 +23,16 @@ SAID_BEFORE = [
     "test_cuda_emulator.py",
     "test_cuda_mutants.py",
     "test_cuda_sanitizers.py",
+    "test_datasets.py",
     "test_demo.py",
+    "test_diagnosis.py",
+    "test_gallery.py",
     "test_gpu_session.py",
+    "test_integrations.py",
     "test_memory.py",
+    "test_preflight.py",
+    "test_run.py",
+    "test_run_libraries.py",
     "test_vector_math.py",
 ]
 collect_ignore = SAID_BEFORE if EMULATED else []

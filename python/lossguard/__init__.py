@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch as _torch  # before _C, which needs its libraries  # noqa: F401
 
-from . import distributed, functional
+from . import distributed, functional, monitor
 from ._patch import patch, patched, unpatch
 from ._pending import check
 from ._policy import configure, guard, policy
@@ -30,6 +30,7 @@ from .errors import (
     ValueOutOfRangeError,
 )
 from .modules import BCELoss, BCEWithLogitsLoss, CrossEntropyLoss, NLLLoss
+from .preflight import Finding, NonFinite, Preflight, find_nonfinite, preflight
 from .report import CallSite, Report, Section
 
 __version__ = "0.1.0"
@@ -40,12 +41,15 @@ __all__ = [
     "CallSite",
     "Cause",
     "CrossEntropyLoss",
+    "Finding",
     "IndexOutOfBoundsError",
     "LossValidationError",
     "LossValidationWarning",
     "NLLLoss",
+    "NonFinite",
     "NonFiniteError",
     "NotValidatedWarning",
+    "Preflight",
     "Report",
     "Section",
     "SiteStats",
@@ -55,13 +59,16 @@ __all__ = [
     "configure",
     "diagnose",
     "distributed",
+    "find_nonfinite",
     "functional",
     "guard",
+    "monitor",
     "off_report",
     "on_report",
     "patch",
     "patched",
     "policy",
+    "preflight",
     "reset_stats",
     "stats",
     "unpatch",
