@@ -16,9 +16,8 @@ from lossguard import _C, _environment
 from lossguard.__main__ import main
 
 LOSSES = ["BCELoss", "BCEWithLogitsLoss", "NLLLoss", "CrossEntropyLoss"]
-OPS = {
-    f"{loss}_{way}" for loss in ("bce", "bce_with_logits", "nll", "cross_entropy") for way in ("forward", "backward")
-}
+LOSSES = ("bce", "bce_with_logits", "nll", "cross_entropy")
+OPS = {"check_index", *(f"{loss}_{way}" for loss in LOSSES for way in ("forward", "backward"))}
 
 
 @pytest.fixture(scope="module")

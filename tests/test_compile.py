@@ -567,6 +567,10 @@ def op_samples() -> list[Any]:
         add(name, "cross_entropy", (x, t, w), (-100, 0.1, flags))
     for name, x, w, flags in (("mean", leaf, weight, mean), ("none", spatial, None, none), ("1d", rand(C), None, mean)):
         add(f"probabilities-{name}", "cross_entropy", (x, rand(*x.shape), w), (-100, 0.0, flags))
+    indices = [("1d", labels(6), 1), ("0d", labels(), 0), ("empty", labels(0, 3), 1), ("permuted", labels(3, 2).t(), 1)]
+    for name, index, dim in indices:
+        args = (index, rand(C, C), dim, 2, 0, 0)
+        samples.append(pytest.param(ops.check_index.default, args, id=f"check_index-{name}"))
     return samples
 
 
@@ -580,7 +584,7 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 
 def test_opcheck_covers_every_op() -> None:
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lossguard::")}
-    assert {param.values[0].name() for param in op_samples()} == registered and len(registered) == 8
+    assert {param.values[0].name() for param in op_samples()} == registered and len(registered) == 9
 
 
 @over_cases

@@ -103,6 +103,9 @@ def test_a_masked_prefix_longer_than_a_chunk(shift, layout):
         lambda ops, x, t: ops.cross_entropy_backward(torch.ones(3), x, t, None, torch.zeros(11), -100, 0.0, 0),
         lambda ops, x, t: ops.cross_entropy_forward(x, t[:3], None, -100, 0.0, 1, 0),
         lambda ops, x, t: ops.cross_entropy_forward(x, t, torch.ones(4), -100, 0.0, 1, 0),
+        lambda ops, x, t: ops.check_index(t, x, 2, 0, 0, 0),
+        lambda ops, x, t: ops.check_index(t, x, 0, 99, 0, 0),
+        lambda ops, x, t: ops.check_index(x, x, 0, 0, 0, 0),
     ],
 )
 def test_ops_called_directly_check_their_arguments(call):

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import torch as _torch  # before _C, which needs its libraries  # noqa: F401
 
-from . import distributed, functional, monitor
+from . import distributed, functional, monitor, testing
 from ._patch import patch, patched, unpatch
 from ._pending import check
 from ._policy import configure, guard, policy
 from ._stats import SiteStats, reset_stats, stats
 from ._violations import off_report, on_report
+from .audit import Audit, audit
+from .datasets import CheckedDataset, remap_labels, valid_subset
 from .diagnosis import Cause, diagnose
 from .errors import (
     IndexOutOfBoundsError,
@@ -36,10 +38,12 @@ from .report import CallSite, Report, Section
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "BCELoss",
     "BCEWithLogitsLoss",
     "CallSite",
     "Cause",
+    "CheckedDataset",
     "CrossEntropyLoss",
     "Finding",
     "IndexOutOfBoundsError",
@@ -55,6 +59,7 @@ __all__ = [
     "SiteStats",
     "TargetOutOfBoundsError",
     "ValueOutOfRangeError",
+    "audit",
     "check",
     "configure",
     "diagnose",
@@ -69,7 +74,10 @@ __all__ = [
     "patched",
     "policy",
     "preflight",
+    "remap_labels",
     "reset_stats",
     "stats",
+    "testing",
     "unpatch",
+    "valid_subset",
 ]

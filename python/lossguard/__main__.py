@@ -54,9 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
 
-    from . import _run
+    from . import _audit_command, _run
 
     _run.add_parser(commands)
+    _audit_command.add_parser(commands)
     return parser
 
 
