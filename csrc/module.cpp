@@ -80,6 +80,7 @@ py::dict describe(const Finding& finding) {
   d["samples"] = as_tuple(call.samples);
   d["lost"] = finding.lost;
   d["captured"] = finding.captured;
+  d["again"] = finding.again;
   return d;
 }
 

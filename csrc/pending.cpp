@@ -111,10 +111,11 @@ bool may_be_stepped_on(const Owner& owner, const Asker& who) {
 }
 
 // Whether the one who asks is to be told. A thread with optimizers of its own hears of its own batches; what belongs to
-// one that has none, like a replica's, is everybody's business.
-bool concerns(const Asker& who, const Owner& owner) {
+// one that has none, like a replica's, is everybody's business, unless nobody can step on it for want of gradients.
+bool concerns(const Asker& who, const Owner& owner, bool needs_grad) {
   if (!who.self || owner.thread == who.self || !owner.thread->alive) return true;
-  return !owner.alone && (may_be_stepped_on(owner, who) || who.moment == Moment::check || who.moment == Moment::exit);
+  if (who.moment == Moment::check || who.moment == Moment::exit) return !owner.alone;
+  return !owner.alone && (needs_grad || owner.thread == nobody()) && may_be_stepped_on(owner, who);
 }
 
 void update_count(State& s) {
@@ -162,10 +163,11 @@ std::vector<Finding> take(State& s, const Asker& who) {
       if (contains(t.optimizers, who.optimizer)) continue;
       t.optimizers.push_back(who.optimizer);
       ours.push_back(t.found.finding);
+      ours.back().again = true;
     }
   }
   std::erase_if(s.found, [&](Found& f) {
-    if (!concerns(who, f.owner)) return false;
+    if (!concerns(who, f.owner, f.finding.call.flags.needs_grad)) return false;
     ours.push_back(f.finding);
     if (who.self && f.owner.thread != who.self && f.finding.call.flags.needs_grad) {
       s.told.push_back({std::move(f), {who.self}, {}});
@@ -308,7 +310,7 @@ void wait(Until until, Moment moment, int64_t optimizer) {
   const auto awaited = [&](const Launch& l) {
     if (until == Until::all) return true;
     if (until == Until::own) return l.owner.thread == who.self || l.place.capturing;
-    return l.call.flags.needs_grad && concerns(who, l.owner);
+    return l.call.flags.needs_grad && concerns(who, l.owner, true);
   };
   std::vector<cuda::Slot*> slots;
   std::set<std::pair<int, void*>> streams;

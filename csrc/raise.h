@@ -36,6 +36,7 @@ struct Finding {
   Violations violations;
   int64_t lost = 0;       // more like it, of which no report is left
   bool captured = false;  // the call was recorded into a CUDA graph, and this is of a replay
+  bool again = false;     // another thread has been told
 };
 
 // Where a finding comes to light.

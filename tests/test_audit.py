@@ -873,7 +873,11 @@ def test_void_labels_beside_labels_from_1():
         and "torch.where((target > 0) & (target <= 10), target - 1, target)" in text
         and "255" in text
     )
-    assert "too few" not in text
+    assert "too few" not in text and "every" not in text
+    assert "40 labels are 255, often used for void elements: ignore them, to leave them out." in text
+    assert "criterion.ignore_index = 255" in text
+    labels[40:43] = -1
+    assert "3 labels are -1, often used for unlabelled elements: make them 255" in advice(audit(labels, 10))
 
 
 def test_ids_with_gaps():

@@ -912,6 +912,41 @@ def test_a_thread_does_not_hear_of_what_another_trains():
         workers.in_thread("B", lambda: trainings["B"].step(*batch(2)))
 
 
+def test_an_evaluation_is_not_blamed_on_the_training():
+    """Without gradients nobody can step on it: its own thread is told, at its next call."""
+    with Workers() as workers:
+        training = Training(sgd)
+        training.step(*batch(0))
+
+        def evaluate(x: Tensor, t: Tensor) -> None:
+            with torch.no_grad():
+                training.criterion(training.net(x), t)
+
+        workers.in_thread("evaluation", functools.partial(evaluate, *bad(1)))
+        for i in range(3):
+            training.step(*batch(i))
+        with pytest.raises(TargetOutOfBoundsError):
+            workers.in_thread("evaluation", functools.partial(evaluate, *batch(1)))
+
+
+def test_what_two_are_told_of_counts_once():
+    seen = []
+    lossguard.on_report(seen.append)
+    try:
+        with Workers() as workers:
+            shared, own = Training(sgd), Training(sgd)
+            shared.step(*batch(0))
+            workers.in_thread("A", lambda: own.criterion(own.net(bad(1)[0]), bad(1)[1]).backward())
+            with pytest.raises(TargetOutOfBoundsError):  # A is not known to step
+                shared.step(*batch(1))
+            with pytest.raises(TargetOutOfBoundsError):
+                workers.in_thread("A", own.optimizer.step)
+    finally:
+        lossguard.off_report(seen.append)
+    assert len(seen) == 1
+    assert sum(s.violations for s in lossguard.stats().values()) == 1
+
+
 def test_the_backward_of_a_backward_is_its_callers():
     """The thread that torch is told of is the one that called, however deep, and is forgotten after it."""
     _pending = lossguard._pending

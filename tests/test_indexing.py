@@ -137,6 +137,72 @@ def test_every_kind_of_key_means_what_it_did(key: Any) -> None:
         assert torch.equal(ours, written)
 
 
+def test_what_takes_more_than_one_dimension_is_left_to_torch() -> None:
+    """A list or an array in the key may be a mask of several."""
+    numpy = pytest.importorskip("numpy")
+    x, mask, i = torch.randn(2, 3, 4), numpy.ones((2, 3), bool), torch.full((6,), 3)
+    native = x[mask, i]
+    with lossguard.patched(indexing=True):
+        assert torch.equal(x[mask, i], native) and torch.equal(x[mask.tolist(), i], native)
+        ours = x.clone()
+        ours[mask, i] = 1.0
+        assert torch.equal(ours[..., 3], torch.ones(2, 3)) and torch.equal(ours[..., :3], x[..., :3])
+
+
+def test_names_taken_while_patched_are_torchs_afterwards() -> None:
+    with lossguard.patched(indexing=True):
+        gather, select, one_hot = torch.gather, torch.Tensor.index_select, F.one_hot
+        assert F.one_hot(input=index(1), num_classes=3).tolist() == [[0, 1, 0]]
+        assert torch.index_put(input=X, indices=(index(0),), values=X[1])[0, 0] == 5
+    for call in (lambda: gather(X, 1, OF_ROWS + 9), lambda: select(X, 0, index(9)), lambda: one_hot(index(9), 3)):
+        with pytest.raises((RuntimeError, IndexError)) as natively:
+            call()
+        assert not isinstance(natively.value, lossguard.LossValidationError)
+    with lossguard.patched(indexing=True):
+        replaced = lambda *arguments: "another tool's"  # noqa: E731
+        original, torch.gather = torch.gather, replaced
+    assert torch.gather is replaced
+    torch.gather = original.__wrapped__
+
+
+def test_tensors_of_other_kinds_are_left_alone() -> None:
+    quantized = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    calls = (
+        lambda: torch.index_select(X.to_sparse(), 1, index(2)).to_dense(),
+        lambda: quantized[index(1)].dequantize(),
+        lambda: torch.empty(3, 0)[index(1)],
+        lambda: X.to("meta")[index(1)].shape,
+    )
+    native = [call() for call in calls]
+    with lossguard.patched(indexing=True):
+        for call, expected in zip(calls, native):
+            ours = call()
+            assert torch.equal(ours, expected) if isinstance(ours, Tensor) else ours == expected
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch.gather": lambda x, i: torch.gather(x, 0, i[None]),
+    "x.gather": lambda x, i: x.gather(0, i[None]),
+    "torch.index_select": lambda x, i: torch.index_select(x, 0, i),
+    "torch.scatter": lambda x, i: torch.scatter(x, 0, i[None], 1.0),
+    "torch.index_put": lambda x, i: torch.index_put(x, (i,), x[0]),
+    "F.one_hot": lambda x, i: F.one_hot(i, 3),
+    "x[i]": lambda x, i: x[i],
+}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_under_compile(form: str, fullgraph: bool) -> None:
+    compiled = torch.compile(FORMS[form], backend="aot_eager", fullgraph=fullgraph)
+    native = compiled(X, index(0, 2))
+    with lossguard.patched(indexing=True):
+        assert torch.equal(compiled(X, index(0, 2)), native)
+        with pytest.raises(IndexOutOfBoundsError, match="index 3 is out of bounds"):
+            compiled(X, index(0, 3))
+    assert torch.equal(compiled(X, index(0, 2)), native)
+
+
 def test_only_what_was_asked_for() -> None:
     names = ("gather", "__getitem__", "index_select", "scatter_")
     before = [getattr(Tensor, name) for name in names], torch.gather, F.one_hot

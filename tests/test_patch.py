@@ -187,6 +187,23 @@ def test_a_subclass_sees_torchs_function() -> None:
     assert F.cross_entropy in Logged.seen
 
 
+def test_a_subclass_sees_the_arguments_as_torch_hands_them_on() -> None:
+    seen = []
+
+    class Arguments(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is F.cross_entropy:
+                seen.append((len(args), sorted(kwargs)))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    x, t = batch()
+    F.cross_entropy(x.detach().as_subclass(Arguments), t)
+    with lossguard.patched():
+        F.cross_entropy(x.detach().as_subclass(Arguments), t)
+    assert seen[0] == seen[1]
+
+
 def test_calls_that_have_no_kernel_stay_native() -> None:
     x, t = batch()
     with lossguard.patched(), warnings.catch_warnings():

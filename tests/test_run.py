@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,7 +90,7 @@ def test_a_good_run_is_as_python_runs_it(script: Script, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("action", ("skip", "warn"))
 def test_going_on(action: str, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    log = tmp_path / "of" / "violations.jsonl"
+    log = tmp_path / "violations.jsonl"
     assert run("-o", action, "--json", log, script(), 2) == 66
     assert "trained" in capsys.readouterr().out
     (line,) = log.read_text().splitlines()
@@ -107,8 +109,11 @@ def test_the_batch_is_saved(script: Script, tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(IndexError):
         F.cross_entropy(batch["input"], batch["target"])
     assert batch["report"]["count"] == 1
-    assert run("-q", "-s", tmp_path / "nowhere" / "bad.pt", script(), 2) == 65
-    assert "the batch was not saved" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("-q", "-s", tmp_path / "nowhere" / "bad.pt", script(), 2)
+    assert f"no such folder: {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    assert run("-q", "-s", tmp_path, script(), 2) == 65
+    assert "the batch was not saved: IsADirectoryError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,74 @@ def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture) -> 
         assert word in text
 
 
+@pytest.mark.parametrize(
+    "text, status, out",
+    [
+        ("import sys; sys.stdout.close()", 0, ""),
+        ("import sys\nsys.stdout = None\n" + textwrap.dedent(TRAIN), 65, ""),
+        ("import os, tempfile; os.chdir(tempfile.gettempdir())\n" + textwrap.dedent(TRAIN), 65, ""),
+    ],
+    ids=["closed", "gone", "elsewhere"],
+)
+def test_what_a_script_does_to_its_process(text: str, status: int, out: str, script: Script, monkeypatch) -> None:
+    path = script(text)
+    monkeypatch.chdir(path.parent)
+    done = in_process("--json", "v.jsonl", path.name, 2, cwd=path.parent)
+    assert done.returncode == status and "_run.py" not in done.stderr
+    if status == 65:
+        assert "Target 7 is out of bounds" in done.stderr and (path.parent / "v.jsonl").exists()
+
+
+AFTER_MAIN = """
+    import atexit, pickle, sys, threading, time
+    import torch
+
+    class Mine:
+        pass
+
+    def bad(name):
+        pickle.dumps(Mine())
+        try:
+            torch.nn.BCEWithLogitsLoss()(torch.zeros(2), torch.full((2,), 3.0))
+        except RuntimeError as error:
+            print(name, type(error).__name__, sys.argv[1:])
+
+    threading.Thread(target=lambda: (time.sleep(0.2), bad("thread"))).start()
+    atexit.register(bad, "exit")
+"""
+
+
+def test_what_runs_after_the_last_line(script: Script) -> None:
+    done = in_process("--strict", "--immediately", script(AFTER_MAIN), "x")
+    expected = [f"{name} ValueOutOfRangeError ['x']" for name in ("thread", "exit")]
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert done.returncode == 66
+
+
+def test_other_kinds_of_scripts(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").mkdir()
+    script("import helper; print(helper.__name__)", "real/main.py")
+    script("", "real/helper.py")
+    (tmp_path / "link" / "main.py").symlink_to(tmp_path / "real" / "main.py")
+    assert in_process(tmp_path / "link" / "main.py").stdout == "helper\n"
+    assert in_process("-", "a", input="import sys; print(sys.argv)").stdout == "['-', 'a']\n"
+    py_compile.compile(str(script("print(__name__)", "x.py")), str(tmp_path / "x.pyc"))
+    with zipfile.ZipFile(tmp_path / "x.app", "w") as archive:
+        archive.writestr("__main__.py", "import sys; print(sys.path[0][-5:])")
+    assert in_process("x.pyc", cwd=tmp_path).stdout == "__main__\n"
+    assert in_process("x.app", cwd=tmp_path).stdout == "x.app\n"
+
+
+def test_a_batch_that_cannot_be_described(script: Script, capsys: pytest.CaptureFixture) -> None:
+    text = """
+        import torch
+        torch.vmap(torch.nn.functional.cross_entropy)(torch.zeros(2, 3, 5), torch.full((2, 3), 9))
+    """
+    assert run("--immediately", script(text)) == 65
+    assert "inside vmap" in capsys.readouterr().err
+
+
 # ---- in processes of their own
 
 
@@ -226,7 +299,8 @@ def test_pdb_opens_where_the_loss_was_called(script: Script) -> None:
 
 
 CHILDREN = """
-    import subprocess, sys
+    import importlib.util, subprocess, sys
+    importlib.util.find_spec("torch")  # as libraries that can do without it
     import torch
     import torch.nn.functional as F
     from torch.utils.data import DataLoader, Dataset

@@ -15,9 +15,11 @@ import lossguard
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the command in `argv` (the process's own by default) and returns the exit status."""
     arguments = _parser().parse_args(argv)
+    arguments.own_process = argv is None
     try:
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None and not sys.stdout.closed:  # a script may have closed it
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader left: `lossguard demo | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -48,13 +48,12 @@ def _about_classes(audit: Audit, as_is: bool, section: Optional[Section]) -> Ite
     if renumbering is not None:
         yield renumbering
     if section is not None:
-        known = {v: _times(audit, v) for v in voids}
-        if renumbering is not None:
-            section = _of_voids(section, known)
-        if audit.ignored and audit.ignore_index == -100:  # in use: no other number can take its place
-            yield from _given_the_ignore_index(audit, known)
+        in_use = audit.ignored > 0 and audit.ignore_index == -100  # no other number can take its place
+        if renumbering is not None or in_use:
+            known = {v: _times(audit, v) for v in voids}
+            yield from _about_voids(audit, known)
             section = _without_voids(section, known, kept)
-        if section.count:
+        if renumbering is None and section.count:
             yield from _diagnosed(audit, section, "CrossEntropyLoss")
     elif _is_wild(audit, len(kept)):
         yield Suggestion(
@@ -124,44 +123,36 @@ def _about_dtype(audit: Audit, as_is: bool) -> Iterator[Suggestion]:
         yield Suggestion(f"the labels are {' and '.join(other)}, and the losses take int64: convert them.", _LONG)
 
 
-def _given_the_ignore_index(audit: Audit, voids: dict[int, int]) -> Iterator[Suggestion]:
-    for value, n in voids.items():
-        yield Suggestion(
-            f"{plural(n, 'label')} {'is' if n == 1 else 'are'} {value}, often used for {_VOID_LABELS[value]} elements: "
-            f"make {'it' if n == 1 else 'them'} {audit.ignore_index}, as others are, to leave "
-            f"{'it' if n == 1 else 'them'} out.",
-            f"target[target == {value}] = {audit.ignore_index}",
-        )
-
-
-def _of_voids(section: Section, voids: dict[int, int]) -> Section:
-    return dataclasses.replace(
-        section,
-        count=sum(voids.values()),
-        counts=_kinds(voids),
-        labels={str(v): n for v, n in voids.items()},
-        values=[v for v in section.values if v in voids],
-    )
+def _about_voids(audit: Audit, voids: dict[int, int]) -> Iterator[Suggestion]:
+    """Where there is more to say than that every invalid label is one of these: only one number can be ignored."""
+    chosen = audit.ignore_index if audit.ignored or audit.ignore_index not in (None, -100) else None
+    for value, n in sorted(voids.items(), key=lambda pair: (-pair[1], pair[0])):
+        they_are, them = ("is", "it") if n == 1 else ("are", "them")
+        text = f"{plural(n, 'label')} {they_are} {value}, often used for {_VOID_LABELS[value]} elements"
+        if chosen is None:
+            yield Suggestion(f"{text}: ignore {them}, to leave {them} out.", f"criterion.ignore_index = {value}")
+            chosen = value
+        else:
+            yield Suggestion(
+                f"{text}: make {them} {chosen}, as others are, to leave {them} out.",
+                f"target[target == {value}] = {chosen}",
+            )
 
 
 def _without_voids(section: Section, voids: dict[int, int], kept: Tensor) -> Section:
-    gone = _kinds(voids)
+    counts = {
+        "below 0": sum(n for v, n in voids.items() if v < 0),
+        ">= num_classes": sum(n for v, n in voids.items() if v >= 0),
+    }
     return dataclasses.replace(
         section,
         count=section.count - sum(voids.values()),
-        counts={kind: n - gone.get(kind, 0) for kind, n in section.counts.items()},
+        counts={kind: n - counts[kind] for kind, n in section.counts.items()},
         labels={name: n for name, n in section.labels.items() if name == "num_classes"},
         values=[v for v in section.values if v not in voids],
         seen_min=int(kept[0]) if len(kept) else None,
         seen_max=int(kept[-1]) if len(kept) else None,
     )
-
-
-def _kinds(voids: dict[int, int]) -> dict[str, int]:
-    return {
-        "below 0": sum(n for v, n in voids.items() if v < 0),
-        ">= num_classes": sum(n for v, n in voids.items() if v >= 0),
-    }
 
 
 def _diagnosed(audit: Audit, section: Section, loss: str) -> Iterator[Suggestion]:

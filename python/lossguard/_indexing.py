@@ -45,6 +45,7 @@ class _Signature(NamedTuple):
     wraps: bool = False  # whether a negative index counts from the end
 
 
+_Flags = Callable[[], Optional[int]]
 _ALONG = ((1, "dim"), (2, "index"))
 # Not take_along_dim: torch takes its indices modulo the size.
 _SIGNATURES = {
@@ -74,7 +75,9 @@ def checked(
         return index
     if has_torch_function((index, source)) or torch._C._are_functorch_transforms_active():
         return index
-    if index.device != source.device or index.device.type not in functional.DEVICES or index.is_sparse:
+    if index.device != source.device or index.device.type not in functional.DEVICES or not source.numel():
+        return index
+    if index.layout != torch.strided or source.layout != torch.strided or source.is_quantized:
         return index
     size = source.numel() if dim is None else source.size(dim) if source.dim() else 1
     dim = -1 if dim is None else dim % max(source.dim(), 1)
@@ -86,8 +89,6 @@ def checked(
         for observer in tuple(observers):
             observer(operation, {"input": source, "index": index})
     copy = ops.check_index(given, source.detach(), dim, OPERATIONS.index(operation), flags, functional.site())
-    if size == 0:  # there is no valid one: torch's own error
-        return index
     return copy.clamp(0, size - 1).to(index.dtype)
 
 
@@ -107,24 +108,31 @@ def _with_argument(
     return args, {**kwargs, name: value}
 
 
-def _along_dim(original: Callable[..., Any], signature: _Signature, flags: Callable[[], int]) -> Callable[..., Any]:
+def _along_dim(original: Callable[..., Any], signature: _Signature, flags: _Flags) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("input")
         index = _argument(signature.indices, args, kwargs)
+        if (todo := flags()) is None or has_torch_function((source, index)):
+            return original(*args, **kwargs)
         dim = None if signature.dim is None else _argument(signature.dim, args, kwargs, None)
         if isinstance(source, Tensor) and isinstance(index, Tensor) and (signature.dim is None or isinstance(dim, int)):
             if dim is None or -source.dim() <= dim < max(source.dim(), 1):  # or torch says what is wrong
-                index = checked(signature.operation, index, source, dim, flags(), signature.wraps)
+                index = checked(signature.operation, index, source, dim, todo, signature.wraps)
                 args, kwargs = _with_argument(signature.indices, index, args, kwargs)
         return original(*args, **kwargs)
 
-    return torch._dynamo.allow_in_graph(function)
+    return function
 
 
-def _checked_key(source: Tensor, key: Any, flags: Callable[[], int]) -> Any:
-    """The key of ``source[key]`` with its integer tensors checked along the dimensions that they index."""
+def _checked_key(source: Tensor, key: Any, flags: int) -> Any:
+    """The key of ``source[key]`` with its integer tensors checked along the dimensions that they index.
+
+    As it is where it has something else, like a list or an array, which may take any number of dimensions.
+    """
     keys = key if isinstance(key, tuple) else (key,)
+    if not all(k is None or k is Ellipsis or isinstance(k, (Tensor, slice, int)) for k in keys):
+        return key
     if not any(isinstance(k, Tensor) and k.dtype in _INTEGERS[:-1] and k.dim() for k in keys):
         return key
     takes = [k.dim() if isinstance(k, Tensor) and k.dtype in (torch.bool, torch.uint8) else 1 for k in keys]
@@ -135,46 +143,57 @@ def _checked_key(source: Tensor, key: Any, flags: Callable[[], int]) -> Any:
             dim += source.dim() - fixed
         elif k is not None and not isinstance(k, bool):
             if isinstance(k, Tensor) and k.dtype in _INTEGERS[:-1] and dim < source.dim():
-                k = checked("indexing", k, source, dim, flags(), wraps=True)
+                k = checked("indexing", k, source, dim, flags, wraps=True)
             dim += n
         found.append(k)
     return tuple(found) if isinstance(key, tuple) else found[0]
 
 
-def _by_key(original: Callable[..., Any], flags: Callable[[], int]) -> Callable[..., Any]:
+def _by_key(original: Callable[..., Any], flags: _Flags) -> Callable[..., Any]:
     @functools.wraps(original)
     def function(self: Tensor, key: Any, *value: Any) -> Any:
-        if isinstance(key, Tensor) or (type(key) is tuple and any(isinstance(k, Tensor) for k in key)):
-            key = _checked_key(self, key, flags)
+        keys = key if type(key) is tuple else (key,)
+        if any(isinstance(k, Tensor) for k in keys) and not has_torch_function((self, *keys)):
+            if (todo := flags()) is not None:
+                key = _checked_key(self, key, todo)
         return original(self, key, *value)
 
     return function
 
 
-def _index_put(original: Callable[..., Any], flags: Callable[[], int]) -> Callable[..., Any]:
+def _index_put(original: Callable[..., Any], flags: _Flags) -> Callable[..., Any]:
     @functools.wraps(original)
-    def function(self: Tensor, indices: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(indices, (tuple, list)):
-            indices = _checked_key(self, tuple(slice(None) if k is None else k for k in indices), flags)
-            indices = tuple(None if isinstance(k, slice) else k for k in indices)
-        return original(self, indices, *args, **kwargs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("input")
+        indices = _argument((1, "indices"), args, kwargs)
+        if isinstance(source, Tensor) and isinstance(indices, (tuple, list)) and (todo := flags()) is not None:
+            if not has_torch_function((source, *indices)):
+                key = _checked_key(source, tuple(slice(None) if k is None else k for k in indices), todo)
+                indices = tuple(None if isinstance(k, slice) else k for k in key)
+                args, kwargs = _with_argument((1, "indices"), indices, args, kwargs)
+        return original(*args, **kwargs)
 
-    return torch._dynamo.allow_in_graph(function)
+    return function
 
 
-def _one_hot(original: Callable[..., Any], flags: Callable[[], int]) -> Callable[..., Any]:
+def _one_hot(original: Callable[..., Any], flags: _Flags) -> Callable[..., Any]:
     @functools.wraps(original)
-    def function(tensor: Tensor, num_classes: int = -1) -> Any:
-        if isinstance(tensor, Tensor) and isinstance(num_classes, int) and num_classes > 0:
-            classes = torch.empty(1, device=tensor.device).expand(num_classes)
-            tensor = checked("one_hot", tensor, classes, 0, flags())
-        return original(tensor, num_classes)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        index = args[0] if args else kwargs.get("input")
+        num_classes = _argument((1, "num_classes"), args, kwargs, -1)
+        if isinstance(index, Tensor) and isinstance(num_classes, int) and num_classes > 0:
+            if (todo := flags()) is not None and not has_torch_function((index,)):
+                classes = torch.empty(1, device=index.device).expand(num_classes)
+                args, kwargs = _with_argument(
+                    (0, "input"), checked("one_hot", index, classes, 0, todo), args, kwargs
+                )
+        return original(*args, **kwargs)
 
-    return torch._dynamo.allow_in_graph(function)
+    return function
 
 
-def replacements(flags: Callable[[], int]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """(owner, name, what takes the place of its attribute); `flags()` says what is checked and done, at each call."""
+def replacements(flags: _Flags) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(owner, name, what takes the place of its attribute); `flags()` says what is done, or None: nothing any more."""
     for name, signature in _SIGNATURES.items():
         for owner, attribute in ((torch, name), (Tensor, name), (Tensor, f"{name}_")):
             original = getattr(owner, attribute, None)

@@ -60,7 +60,7 @@ class _Options(NamedTuple):
 _lock = threading.Lock()
 _options: Optional[_Options] = None  # None: not patched
 _original: dict[Any, CodeType] = {}
-_attributes: list[tuple[Any, str, Any]] = []  # (owner, name, what it had of its own, or _INHERITED)
+_attributes: list[tuple[Any, str, Any, Any]] = []  # (owner, name, what it had of its own, or _INHERITED, what it has)
 _INHERITED = object()
 _uses_autograd_cache = True
 
@@ -114,17 +114,25 @@ def patched(
     indexing: bool = False,
 ) -> Iterator[None]:
     """:func:`patch` for the time of a ``with`` block, in every thread; then all is as it was before it."""
-    before = _options
+    before = options()
     patch(strict=strict, check_finite=check_finite, on_violation=on_violation, when=when, indexing=indexing)
     try:
         yield
     finally:
-        with _lock:
-            _set(before)
+        set_options(before)
 
 
 def is_patched() -> bool:
     return _options is not None
+
+
+def options() -> Optional[_Options]:
+    return _options
+
+
+def set_options(options: Optional[_Options]) -> None:
+    with _lock:
+        _set(options)
 
 
 def _set(options: Optional[_Options]) -> None:
@@ -148,24 +156,26 @@ def _set(options: Optional[_Options]) -> None:
     indexing = options is not None and options.indexing
     if indexing and not _attributes:
         for owner, name, function in [*_indexing.replacements(_index_flags)]:
-            _attributes.append((owner, name, vars(owner).get(name, _INHERITED)))
+            _attributes.append((owner, name, vars(owner).get(name, _INHERITED), function))
             setattr(owner, name, function)
     elif not indexing:
         while _attributes:
-            owner, name, was = _attributes.pop()
+            owner, name, was, ours = _attributes.pop()
+            if vars(owner).get(name) is not ours:  # somebody else has put another in its place
+                continue
             if was is _INHERITED:
                 delattr(owner, name)
             else:
                 setattr(owner, name, was)
     _options = options
-    if torch._dynamo.utils.counters["frames"]:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
 
-def _index_flags() -> int:
+def _index_flags() -> Optional[int]:
     options = _options
-    policy = options.policy if options is not None else {"on_violation": "skip", "when": None}
-    return explicit_flags(None, None, policy["on_violation"], policy["when"])
+    if options is None or not options.indexing:  # of a name that was imported while it was
+        return None
+    return explicit_flags(None, None, options.policy["on_violation"], options.policy["when"])
 
 
 def _code_of_call(function: Any) -> CodeType:
@@ -194,12 +204,16 @@ def _call(name: str, **arguments: Any) -> Tensor:
     ours, names, has_extra = patched
     tensors = tuple(arguments[tensor] for tensor in names if arguments[tensor] is not None)
     if has_torch_function(tensors):
-        overridden: Tensor = handle_torch_function(function, tensors, **arguments)
+        first, second, *others = arguments
+        positional = arguments[first], arguments[second]  # as torch hands them on
+        overridden: Tensor = handle_torch_function(
+            function, tensors, *positional, **{other: arguments[other] for other in others}
+        )
         return overridden
     options = _options
     if options is None:  # another thread has undone it
         return functional.NATIVE[name](**arguments)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         for observer in tuple(observers):
             observer(name, arguments)
         if not options.strict and has_extra(arguments):
@@ -209,9 +223,10 @@ def _call(name: str, **arguments: Any) -> Tensor:
 
 def _embedding(name: str, function: Any, arguments: dict[str, Any]) -> Tensor:
     indices, weight = (arguments[key] for key in ("input", "weight"))
-    if not has_torch_function((indices, weight)) and (options := _options) is not None and options.indexing:
-        if isinstance(weight, Tensor) and weight.dim() == 2:
-            arguments["input"] = _indexing.checked(name, indices, weight, 0, _index_flags())
+    flags = _index_flags()
+    if flags is not None and isinstance(weight, Tensor) and not has_torch_function((indices, weight)):
+        if weight.dim() == 2:
+            arguments["input"] = _indexing.checked(name, indices, weight, 0, flags)
     return _EMBEDDING[name](**arguments)
 
 

@@ -7,15 +7,18 @@ The script runs in this process, as ``__main__``. Processes that it starts are t
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import json
 import os
 import pdb
 import runpy
 import sys
+import threading
 import traceback
 import types
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -102,14 +105,25 @@ def run(options: argparse.Namespace) -> int:
     argv = options.module if options.module is not None else options.script
     if not argv:
         options.parser.error("what is to be run? Give a script, or -m and a module")
-    if options.module is None and not os.path.exists(argv[0]):
+    is_module = options.module is not None
+    if not is_module and argv[0] != "-" and not os.path.exists(argv[0]):
         options.parser.error(f"no such script: {argv[0]}")
-    if options.json:
-        with contextlib.suppress(OSError):  # a report is lost rather than the run
-            os.makedirs(os.path.dirname(os.path.abspath(options.json)), exist_ok=True)
+    for name in ("json", "save_batch"):  # the script may go to another folder
+        path = getattr(options, name)
+        setattr(options, name, path and os.path.abspath(path))
+    for name in ("json", "save_batch"):
+        folder = os.path.dirname(getattr(options, name) or "") or "."
+        if not os.path.isdir(folder):
+            options.parser.error(f"no such folder: {folder}")
     watch = Watch(options)
-    with _as_main(argv, is_module=options.module is not None), watch:
-        return watch.execute(argv, is_module=options.module is not None)
+    as_before = _become_main(argv, is_module, options.own_process)
+    watch.begin()
+    try:
+        return watch.execute(argv, is_module)
+    finally:
+        if not options.own_process:  # else it stays, for what runs as the process ends
+            watch.end()
+            as_before()
 
 
 def options_for_patch(options: argparse.Namespace) -> dict[str, Any]:
@@ -137,9 +151,10 @@ class Watch:
         self.kept: deque[Kept] = deque(maxlen=_KEPT)
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Watch:
+    def begin(self) -> None:
         settings = options_for_patch(self.options)
-        self._undo.enter_context(_patch.patched(**settings))
+        self._undo.callback(_patch.set_options, _patch.options())
+        _patch.patch(**settings)
         _indexing.observers.append(self._keep)
         self._undo.callback(_indexing.observers.remove, self._keep)
         _violations.on_report(self._reported)
@@ -150,9 +165,8 @@ class Watch:
         for name, value in children_environment({**settings, "json": self.options.json}).items():
             self._undo.callback(_restore, name, os.environ.get(name))
             os.environ[name] = value
-        return self
 
-    def __exit__(self, *_: Any) -> None:
+    def end(self) -> None:
         self._undo.close()
 
     def _keep(self, loss: str, arguments: dict[str, Any]) -> None:
@@ -170,10 +184,11 @@ class Watch:
         try:
             if is_module:
                 runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-            elif os.path.isdir(argv[0]) or argv[0].endswith((".zip", ".pyz")):
-                runpy.run_path(argv[0], run_name="__main__")
-            else:
+            elif argv[0] == "-" or _is_source(argv[0]):
                 _run_script(argv[0])
+            else:  # a folder, an archive, bytecode
+                runpy.run_path(os.path.abspath(argv[0]), run_name="__main__")
+            _join_threads()
             _pending.check()  # what the last losses had to say
         except SystemExit as leave:
             status = _status_of(leave)
@@ -186,17 +201,24 @@ class Watch:
         return WENT_ON if status == 0 and self.reports else status
 
     def _post_mortem(self, error: LossValidationError) -> None:
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # closed, or gone
+            sys.stdout.flush()
         error.__traceback__ = _down_to_the_callers(error.__traceback__)
         _show(error)
         kept = self._batch_of(error.report)
         if not self.options.quiet:
-            print("\n" + postmortem.describe(error.report, kept.tensors if kept else None), file=sys.stderr)
+            print("\n" + self._description(error, kept), file=sys.stderr)
         if self.options.save_batch:
             print(self._save(error, kept), file=sys.stderr)
         sys.stderr.flush()
         if self.options.pdb:
             pdb.post_mortem(error.__traceback__)
+
+    def _description(self, error: LossValidationError, kept: Optional[Kept]) -> str:
+        try:
+            return postmortem.describe(error.report, kept.tensors if kept else None)
+        except Exception as failed:  # it must not take the place of what it is about
+            return f"the batch cannot be described: {type(failed).__name__}: {failed}"
 
     def _batch_of(self, report: Optional[Report]) -> Optional[Kept]:
         """The latest call with tensors such as the report's."""
@@ -213,8 +235,8 @@ class Watch:
         try:
             with open(self.options.save_batch, "wb") as file:
                 torch.save({**content, "loss": kept.loss, "report": error.report.to_dict()}, file)
-        except OSError as failed:
-            return f"the batch was not saved: {failed}"
+        except Exception as failed:
+            return f"the batch was not saved: {type(failed).__name__}: {failed}"
         return f"the batch is in {self.options.save_batch}: torch.load({self.options.save_batch!r})"
 
 
@@ -249,27 +271,50 @@ def _restore(name: str, value: Optional[str]) -> None:
         os.environ[name] = value
 
 
-@contextlib.contextmanager
-def _as_main(argv: list[str], is_module: bool) -> Any:
-    """`sys.argv`, `sys.path` and ``__main__`` as python has them for a script."""
+def _become_main(argv: list[str], is_module: bool, own_process: bool) -> Callable[[], None]:
+    """`sys.argv`, `sys.path` and ``__main__`` as python has them for a script. Returns what undoes it."""
     before = sys.argv[:], sys.path[:], sys.modules["__main__"], sys.excepthook
     sys.argv[:] = argv
-    sys.path[0:0] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(argv[0]))]
-    try:
-        yield
-    finally:
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(argv[0]))
+    if argv[0] == "-":
+        folder = ""
+    elif not is_module and not _is_source(argv[0]):
+        folder = os.path.abspath(argv[0])
+    sys.path[0 : int(own_process)] = [folder]  # the first entry is where lossguard's own command is
+
+    def undo() -> None:
         sys.argv[:], sys.path[:], sys.modules["__main__"], sys.excepthook = before
+
+    return undo
 
 
 def _run_script(path: str) -> None:
     # A module that stays while its threads and functions do, which runpy's is not.
     main = types.ModuleType("__main__")
-    path = os.path.abspath(path)
-    main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    main.__dict__.update(__builtins__=builtins, __cached__=None)
+    if path == "-":
+        source, name = sys.stdin.buffer.read(), "<stdin>"
+    else:
+        main.__dict__["__file__"] = name = os.path.abspath(path)
+        with open(path, "rb") as file:
+            source = file.read()
     sys.modules["__main__"] = main
+    exec(compile(source, name, "exec", dont_inherit=True), main.__dict__)
+
+
+def _is_source(path: str) -> bool:
+    """Not a folder, an archive or bytecode."""
+    if os.path.isdir(path) or not os.path.exists(path):
+        return False
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+        return b"\0" not in file.read(4096)
+
+
+def _join_threads() -> None:
+    """Those that python waits for before it ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def _status_of(leave: SystemExit) -> int:

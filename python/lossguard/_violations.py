@@ -62,6 +62,10 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
         if not found["sections"]:
             continue
         report = _report(found, moment)
+        if found["again"]:  # counted, and told to callbacks
+            if found["on_violation"] == _RAISE:
+                reports.append(report)
+            continue
         # Of traced code the site as well; checkpointing may call a criterion from elsewhere the second time.
         content = (min(found["site"], 0), *_content(report))
         recomputed = found["recomputed"] or (moment == "the call" and _in_recomputation(found["site"]))

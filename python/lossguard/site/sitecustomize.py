@@ -4,6 +4,7 @@ Python imports this as it starts, before anything else; torch may never be impor
 """
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -17,15 +18,18 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module):  # type: ignore[no-untyped-def]
                 execute(module)
-                from lossguard import _run
-
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                try:
+                    from lossguard import _run
+                except ImportError:  # another environment, which has none
+                    return
                 _run.in_child()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
