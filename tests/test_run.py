@@ -91,8 +91,13 @@ def test_a_good_run_is_as_python_runs_it(script: Script, capsys: pytest.CaptureF
 @pytest.mark.parametrize("action", ("skip", "warn"))
 def test_going_on(action: str, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     log = tmp_path / "violations.jsonl"
-    assert run("-o", action, "--json", log, script(), 2) == 66
-    assert "trained" in capsys.readouterr().out
+    lossguard.reset_stats()
+    saved = tmp_path / "first.pt"
+    assert run("-o", action, "--json", log, "-s", saved, script(), 2) == 66
+    out, err = capsys.readouterr()
+    assert "trained" in out and torch.load(saved)["target"][3] == 7
+    assert "lossguard: 1 call with violations:" in err and "CrossEntropyLoss: 1 in 1 of 4 calls" in err
+    assert f"the batch is in {saved}" in err
     (line,) = log.read_text().splitlines()
     report = json.loads(line)
     assert (report["values"], report["indices"], report["loss"]) == ([7], [[3]], "CrossEntropyLoss")

@@ -87,7 +87,8 @@ def patch(
         indexing: check, too, the indices of ``embedding``, ``embedding_bag``, ``gather``, ``scatter*``,
             ``index_select``, ``index_add``, ``index_copy``, ``index_fill``, ``take``, ``one_hot``, ``index_put`` and
             ``x[i]``, and raise :class:`lossguard.IndexOutOfBoundsError`. The nearest valid index
-            takes the place of one that is not, so that on CUDA the device lives on. For looking for a fault: every
+            takes the place of one that is not, so that on CUDA the device lives on; under "warn" and "skip" the
+            program computes with it, and both warn. For looking for a fault: every
             index is read twice more, and each such call costs the host 40 to 80 us more.
 
     Patching again changes the options. :func:`unpatch` undoes it; ``with lossguard.patched(...):`` does both.

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import _callsite, _indexing, _patch, _pending, _violations, postmortem
+from ._stats import stats
 from .errors import LossValidationError
 from .report import Report
 
@@ -83,7 +84,8 @@ def add_parser(commands: Any) -> None:
         "--on-violation",
         choices=("raise", "warn", "skip"),
         default="raise",
-        help="raise an exception (default); or treat bad elements as ignored, with a warning or without",
+        help="raise an exception (default); or treat bad elements as ignored, with a warning or without (of a bad "
+        "index the nearest valid one takes the place, with a warning)",
     )
     then.add_argument(
         "-i",
@@ -91,9 +93,13 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="raise at the call on CUDA too, for which each call waits, not before the optimizer's step",
     )
-    then.add_argument("--pdb", action="store_true", help="open pdb where the loss was called; implies --immediately")
+    then.add_argument(
+        "--pdb", action="store_true", help="if a violation ends the script, open pdb where the loss was called"
+    )
     then.add_argument("-j", "--json", metavar="FILE", help="append every report to FILE, a line of JSON each")
-    then.add_argument("-s", "--save-batch", metavar="FILE.pt", help="save the tensors of the bad call, for torch.load")
+    then.add_argument(
+        "-s", "--save-batch", metavar="FILE.pt", help="save the tensors of the first bad call, for torch.load"
+    )
     then.add_argument("-q", "--quiet", action="store_true", help="leave out the description of the batch")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -148,6 +154,7 @@ class Watch:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.reports = 0
+        self.saved: Optional[str] = None  # what came of --save-batch
         self.kept: deque[Kept] = deque(maxlen=_KEPT)
         self._undo = contextlib.ExitStack()
 
@@ -176,6 +183,8 @@ class Watch:
 
     def _reported(self, report: Report) -> None:
         self.reports += 1
+        if self.options.save_batch and self.saved is None:  # the first, whatever is done about it
+            self.saved = self._save(report, self._batch_of(report))
         if self.options.json:
             append(self.options.json, report)
 
@@ -198,7 +207,16 @@ class Watch:
         except BaseException as error:  # the script's own, to be shown as ever
             _show(error)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
+        if self.reports:
+            self._sum_up()
         return WENT_ON if status == 0 and self.reports else status
+
+    def _sum_up(self) -> None:
+        """Of a run that went on."""
+        bad = {name: s for name, s in stats().items() if s.bad_calls}
+        lines = [f"lossguard: {self.reports} call{'s' if self.reports > 1 else ''} with violations:"]
+        lines += [f"  {name}: {s.violations} in {s.bad_calls} of {s.calls} calls" for name, s in bad.items()]
+        print("\n".join([*lines, *filter(None, [self.saved])]), file=sys.stderr)
 
     def _post_mortem(self, error: LossValidationError) -> None:
         with contextlib.suppress(Exception):  # closed, or gone
@@ -208,8 +226,8 @@ class Watch:
         kept = self._batch_of(error.report)
         if not self.options.quiet:
             print("\n" + self._description(error, kept), file=sys.stderr)
-        if self.options.save_batch:
-            print(self._save(error, kept), file=sys.stderr)
+        if self.saved:
+            print(self.saved, file=sys.stderr)
         sys.stderr.flush()
         if self.options.pdb:
             pdb.post_mortem(error.__traceback__)
@@ -228,13 +246,13 @@ class Watch:
                 return kept
         return None
 
-    def _save(self, error: LossValidationError, kept: Optional[Kept]) -> str:
+    def _save(self, report: Report, kept: Optional[Kept]) -> str:
         if kept is None:
             return "the batch was not saved: its tensors are not at hand (in compiled code they are not)"
         content = {**{name: t.cpu() for name, t in kept.tensors.items()}, "arguments": kept.others}
         try:
             with open(self.options.save_batch, "wb") as file:
-                torch.save({**content, "loss": kept.loss, "report": error.report.to_dict()}, file)
+                torch.save({**content, "loss": kept.loss, "report": report.to_dict()}, file)
         except Exception as failed:
             return f"the batch was not saved: {type(failed).__name__}: {failed}"
         return f"the batch is in {self.options.save_batch}: torch.load({self.options.save_batch!r})"

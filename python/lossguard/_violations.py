@@ -79,7 +79,8 @@ def handle(findings: list[dict[str, Any]], moment: str) -> errors.LossValidation
                 callback(report)
             except Exception:  # it must not take the place of the violation
                 _logger.exception("a function given to lossguard.on_report failed")
-        if found["on_violation"] == _WARN:
+        # An index cannot be left out, as a label can: what takes its place is never without a word.
+        if found["on_violation"] == _WARN or (report.kind == "index" and found["on_violation"] != _RAISE):
             _warn(report)
         elif found["on_violation"] == _RAISE:
             if _of_thread.collecting is not None:
@@ -242,7 +243,9 @@ def _warn(report: Report) -> None:
     if _warned.setdefault(key, token) is not token:
         return
     done = 'on_violation="warn": treated as ignored'
-    if _of_thread.only_warning:
+    if report.kind == "index":
+        done = "the nearest valid index took its place"
+    elif _of_thread.only_warning:
         done = "native torch does not check this, and computes with it"
     text = f"{shorten(str(report), MAX_TEXT - 80)}\n  {done}; said once for this line"
     try:
