@@ -16,8 +16,8 @@ from lossguard import _C, _environment
 from lossguard.__main__ import main
 
 LOSSES = ["BCELoss", "BCEWithLogitsLoss", "NLLLoss", "CrossEntropyLoss"]
-LOSSES = ("bce", "bce_with_logits", "nll", "cross_entropy")
-OPS = {"check_index", *(f"{loss}_{way}" for loss in LOSSES for way in ("forward", "backward"))}
+NAMES = ("bce", "bce_with_logits", "nll", "cross_entropy")
+OPS = {"check_index", *(f"{loss}_{way}" for loss in NAMES for way in ("forward", "backward"))}
 
 
 @pytest.fixture(scope="module")
