@@ -189,6 +189,13 @@ PYBIND11_MODULE(_C, m) {
   });
   for (PyMethodDef& f : plain_functions)
     m.attr(f.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&f, nullptr));
+  // Of a class: that instances are no sequences, whatever `__getitem__` it inherits.
+  m.def("clear_sequence_items", [](const py::type& of, bool item, bool assignment) {
+    PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(of.ptr());
+    if (item) type->tp_as_sequence->sq_item = nullptr;
+    if (assignment) type->tp_as_sequence->sq_ass_item = nullptr;
+    PyType_Modified(type);
+  });
   m.def("count_bad", &stats::count_bad);
   m.def("call_counts", [] {
     py::dict d;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -203,6 +204,35 @@ def test_every_form_under_compile(form: str, fullgraph: bool) -> None:
         with pytest.raises(IndexOutOfBoundsError, match="index 3 is out of bounds"):
             compiled(X, index(0, 3))
     assert torch.equal(compiled(X, index(0, 2)), native)
+
+
+class Plain(Tensor):
+    pass
+
+
+class WithItsOwn(Tensor):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)
+
+
+def test_tensors_do_not_become_sequences() -> None:
+    """As Python would have a class with a `__getitem__`: C code then asks a tensor without dimensions for its length."""
+    is_sequence = ctypes.pythonapi.PySequence_Check
+    is_sequence.argtypes = [ctypes.py_object]
+    one = torch.tensor(1.0)
+    of_kinds = [one, nn.Parameter(one), one.as_subclass(Plain), one.as_subclass(WithItsOwn)]
+    natural = [is_sequence(t) for t in of_kinds]
+    assert natural == [0, 0, 0, 1]
+    for _ in range(2):
+        with lossguard.patched(indexing=True):
+            assert [is_sequence(t) for t in of_kinds] == natural
+
+            class MadeMeanwhile(Tensor):
+                pass
+
+        assert [is_sequence(t) for t in of_kinds] == natural
+        assert not is_sequence(one.as_subclass(MadeMeanwhile))
+        assert X[1, 2] == 7 and WithItsOwn(X)[2, 0] == 10
 
 
 def test_only_what_was_asked_for() -> None:

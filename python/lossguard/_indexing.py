@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from . import functional
+from . import _C, functional
 from ._ops import ops
 from ._policy import WRAPS
 
@@ -190,6 +190,20 @@ def _one_hot(original: Callable[..., Any], flags: _Flags) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return function
+
+
+def stay_no_sequences() -> None:
+    """To be called after `__getitem__` or `__setitem__` of tensors was set, and before it is deleted.
+
+    Python takes a class with a `__getitem__` of its own for a sequence, too, which tensors are not: C code would ask a
+    tensor without dimensions for its length. Deleting does not undo that.
+    """
+    kinds: list[Any] = [Tensor]
+    while kinds:
+        kind = kinds.pop()
+        inherits = [getattr(kind, name) is getattr(Tensor, name) for name in ("__getitem__", "__setitem__")]
+        _C.clear_sequence_items(kind, *inherits)
+        kinds += kind.__subclasses__()
 
 
 def replacements(flags: _Flags) -> Iterator[tuple[Any, str, Callable[..., Any]]]:

@@ -63,7 +63,6 @@ _original: dict[Any, CodeType] = {}
 _attributes: list[tuple[Any, str, Any, Any]] = []  # (owner, name, what it had of its own, or _INHERITED, what it has)
 _INHERITED = object()
 _uses_autograd_cache = True
-has_indexed = False  # ever, in this process
 
 
 def patch(
@@ -138,7 +137,7 @@ def set_options(options: Optional[_Options]) -> None:
 
 
 def _set(options: Optional[_Options]) -> None:
-    global _options, _uses_autograd_cache, has_indexed
+    global _options, _uses_autograd_cache
     if options == _options:
         return
     if options is not None and _options is None:
@@ -157,11 +156,12 @@ def _set(options: Optional[_Options]) -> None:
         torch._functorch.config.enable_autograd_cache = _uses_autograd_cache
     indexing = options is not None and options.indexing
     if indexing and not _attributes:
-        has_indexed = True
         for owner, name, function in [*_indexing.replacements(_index_flags)]:
             _attributes.append((owner, name, vars(owner).get(name, _INHERITED), function))
             setattr(owner, name, function)
-    elif not indexing:
+        _indexing.stay_no_sequences()
+    elif not indexing and _attributes:
+        _indexing.stay_no_sequences()
         while _attributes:
             owner, name, was, ours = _attributes.pop()
             if vars(owner).get(name) is not ours:  # somebody else has put another in its place
