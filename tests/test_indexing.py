@@ -216,7 +216,7 @@ class WithItsOwn(Tensor):
 
 
 def test_tensors_do_not_become_sequences() -> None:
-    """As Python would have a class with a `__getitem__`: C code then asks a tensor without dimensions for its length."""
+    """As Python would have a class with a `__getitem__`: C code then asks a tensor of no dimension for its length."""
     is_sequence = ctypes.pythonapi.PySequence_Check
     is_sequence.argtypes = [ctypes.py_object]
     one = torch.tensor(1.0)

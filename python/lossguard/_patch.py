@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -134,6 +135,14 @@ def options() -> Optional[_Options]:
 def set_options(options: Optional[_Options]) -> None:
     with _lock:
         _set(options)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _set(options: Optional[_Options]) -> None:

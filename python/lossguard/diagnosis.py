@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Generic, Optional, TypeVar, Union
+from typing import Any, Generic, Optional, TypeVar, Union
 
 import torch
 from torch import Tensor
@@ -142,6 +141,20 @@ def _of_report(report: Report, batch: Mapping[str, Tensor], heads: set[int]) -> 
 # ---- what is known
 
 
+_Value = TypeVar("_Value")
+
+
+class _once(Generic[_Value]):
+    """As `functools.cached_property`, but without its lock (before Python 3.12), which a fork could leave held."""
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self.compute = compute
+
+    def __get__(self, facts: Any, kind: Any) -> _Value:
+        value = facts.__dict__[self.compute.__name__] = self.compute(facts)
+        return value
+
+
 class _Facts:
     """Of one tensor that is wrong. The offenders are divided into disjoint `parts`, with the number in each."""
 
@@ -182,7 +195,7 @@ class _Facts:
     def is_bounded(self) -> bool:
         return max(abs(self.low), abs(self.high)) < float("inf")
 
-    @cached_property
+    @_once
     def is_whole(self) -> bool:
         """Of the listed offenders; with the batch, of all elements that count."""
         if self.target is None or self.s.tensor != "target":
@@ -204,7 +217,7 @@ class _Facts:
         enough = self.s.seen > 1 or not self.classes  # NLL looks at one log-probability of each sample
         return self.input_shape[:1] == (1,) and self.every_nan and enough and not self.report.vmap
 
-    @cached_property
+    @_once
     def nan_samples(self) -> int:
         """With the batch: samples that are NaN throughout, if NaN is nowhere else and not in every sample; else 0."""
         if self.input is None or self.input.dim() < 2 or len(self.input) < 2:
@@ -213,14 +226,14 @@ class _Facts:
         samples = int(nan.all(1).sum())
         return samples if samples == int(nan.any(1).sum()) < len(nan) else 0
 
-    @cached_property
+    @_once
     def are_arguments_swapped(self) -> bool:
         """With the batch: the input is labels, 0 and 1."""
         return self.input is not None and self.input.unique().tolist() == [0, 1] and not self.is_whole
 
     # Of the input of cross-entropy and NLL, with the batch.
 
-    @cached_property
+    @_once
     def are_probabilities(self) -> bool:
         """Every row is in [0, 1], and sums to 1."""
         if self.input is None or self.classes < 2:
@@ -230,11 +243,11 @@ class _Facts:
         sums = x.sum(1 if x.dim() > 1 else 0)
         return bool(((x >= 0) & (x <= 1 + rounding)).all() and ((sums - 1).abs() <= rounding).all())
 
-    @cached_property
+    @_once
     def are_in_unit_interval(self) -> bool:
         return self.input is not None and self.elements >= 16 and bool(((self.input >= 0) & (self.input <= 1)).all())
 
-    @cached_property
+    @_once
     def positive(self) -> int:
         """Elements of the input above 0, beyond the rounding of a log-probability near 0."""
         return 0 if self.input is None else int((self.input > 1e-2).sum())
@@ -280,7 +293,7 @@ class _Labels(_Facts):
         below = self.s.counts.get("below 0", 0) - named["-1"] - named["-100"]
         return {"above": above, "below": below, **named}
 
-    @cached_property
+    @_once
     def found(self) -> dict[int, int]:
         """With the batch: each label that counts, in order, and how often it occurs."""
         if self.target is None:
@@ -297,7 +310,7 @@ class _Labels(_Facts):
         said = ", ".join(f"{v} ({-n} times)" if n < -1 else f"{v} (once)" for n, v in bad[:5])
         return f" Different labels in the batch: {len(self.found)}, of which {len(bad)} invalid: {said}{more}."
 
-    @cached_property
+    @_once
     def listed(self) -> list[int]:
         """Offenders of the part "above": all different ones with the batch, else of the first 16."""
         values = self.found or dict.fromkeys(int(v) for v in self.s.values)
@@ -386,7 +399,7 @@ class _Labels(_Facts):
         """An image, of values that interpolation between 0 and 255 may give, bicubic with its overshoot included."""
         return self.is_image and self.s.min is not None and self.s.min >= -64 and self.highest <= 255 + 64
 
-    @cached_property
+    @_once
     def is_interpolated(self) -> bool:
         """With the batch: most of the offenders are strictly between two neighbours. Without: many of the listed
         differ, or there are some on both sides of [0, 255]."""
