@@ -3,8 +3,9 @@
 
 #include "callsite.h"
 #include "cpu/kernels.h"
-#include "policy.h"
+#include "operations.h"
 #include "pending.h"
+#include "policy.h"
 #include "stats.h"
 #if defined(LOSSGUARD_WITH_CUDA)
 #include "torch_stream.h"
@@ -189,6 +190,9 @@ PYBIND11_MODULE(_C, m) {
   });
   for (PyMethodDef& f : plain_functions)
     m.attr(f.ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(&f, nullptr));
+  py::list operations;
+  for (const char* name : kOperations) operations.append(name);
+  m.attr("operations") = py::tuple(operations);
   // Of a class: that instances are no sequences, whatever `__getitem__` it inherits.
   m.def("clear_sequence_items", [](const py::type& of, bool item, bool assignment) {
     PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(of.ptr());

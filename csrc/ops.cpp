@@ -20,6 +20,7 @@
 #include "cpu/launchers.h"
 #include "cpu/parallel.h"
 #include "losses.h"
+#include "operations.h"
 #include "pending.h"
 #include "stats.h"
 
@@ -433,12 +434,6 @@ Tensor nll_backward(const Tensor& grad, const Tensor& input, const Tensor& targe
 }
 
 // ---- indices of other operations: NLL's check of labels, with no log-probabilities to pick
-
-// python/lossguard/_indexing.py, OPERATIONS
-constexpr const char* kOperations[] = {
-    "embedding",  "embedding_bag", "gather", "scatter", "index_select", "index_add",
-    "index_copy", "index_fill",    "take",   "one_hot", "indexing",
-};
 
 // A copy of `index` to go on with, after a check that it is in [0, source.size(dim)); for `take` dim is -1, and the
 // indices count all elements. Callers have added the size to negative ones where `flags` say that those count from the end.

@@ -203,6 +203,12 @@ const std::shared_ptr<Thread>& this_thread() { return mark().thread; }
 
 namespace {
 
+// Who called for the backward that runs on this thread.
+std::shared_ptr<Thread> runner_of_backward() {
+  std::shared_ptr<Thread> runner = thread_of_backward();
+  return runner ? runner : this_thread();
+}
+
 // This thread launches or steps. Where it is the second that does, the backwards until now may have been either's.
 void count_thread() {
   Mark& m = mark();
@@ -226,10 +232,9 @@ void add(const cuda::Place& place, cuda::Slot& slot, const void* saved, Call&& c
   static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
   static_cast<void>(registered);
   // A forward computed anew for a backward, on whatever thread torch runs that, is its caller's.
-  std::shared_ptr<Thread> thread;
+  std::shared_ptr<Thread> thread = this_thread();
   if (!call.flags.recomputed) count_thread();
-  else if (threads > 1) thread = thread_of_backward();
-  if (!thread) thread = this_thread();
+  else if (threads > 1) thread = runner_of_backward();
   if (place.capturing) thread = nobody();  // whoever replays a graph, it need not be the one who recorded it
   State& s = *state;
   const std::lock_guard<std::mutex> lock(s.mutex);
@@ -281,11 +286,8 @@ void look(Moment moment) { look_as({this_thread(), moment}); }
 
 void begin_backward(const void* saved) {
   if (!count.load(std::memory_order_relaxed)) return;
-  std::shared_ptr<Thread> runner;
-  if (threads > 1) {
-    runner = thread_of_backward();
-    if (!runner) runner = this_thread();
-  }
+  std::shared_ptr<Thread> runner;  // with one thread there is no need to ask
+  if (threads > 1) runner = runner_of_backward();
   {
     const std::lock_guard<std::mutex> lock(state->mutex);
     attribute(*state, saved, runner);

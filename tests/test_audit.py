@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import references as ref
 import torch
+from items import Items
 from lossguard import _audit_command, _audit_count, _audit_read
 from lossguard._audit_report import ranges
 from lossguard.audit import Audit, audit
 from lossguard.datasets import remap_labels
 from lossguard.testing import assert_labels_valid
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset
 
 nan, inf = math.nan, math.inf
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.bool]
@@ -334,17 +335,6 @@ def test_probabilities_need_a_class_dimension():
 
 
 # ---- datasets and loaders
-
-
-class Items(Dataset):
-    def __init__(self, items: list) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
 
 
 class Stream(IterableDataset):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from items import Items
 from lossguard import TargetOutOfBoundsError, ValueOutOfRangeError
 from lossguard.audit import audit
 from lossguard.datasets import CheckedDataset, ItemReport, remap_labels, valid_subset
@@ -18,17 +19,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 nan = math.nan
 IMAGE = torch.zeros(2)
-
-
-class Items(Dataset):
-    def __init__(self, items: list) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
 
 
 class InBatches(Items):

@@ -951,6 +951,7 @@ def test_the_backward_of_a_backward_is_its_callers():
     """The thread that torch is told of is the one that called, however deep, and is forgotten after it."""
     _pending = lossguard._pending
     with Workers() as workers:
+        Training(sgd).step(*batch(0))  # two threads, whichever tests came before
         workers.in_thread("A", lambda: Training(sgd).step(*batch(0)))
         seen = []
 

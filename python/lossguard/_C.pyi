@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+operations: tuple[str, ...]
+
 def install(
     handle: Callable[[list[dict[str, Any]], str], Exception | None], unsupported: type[Exception]
 ) -> None: ...

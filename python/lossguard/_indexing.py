@@ -19,20 +19,7 @@ from . import _C, functional
 from ._ops import ops
 from ._policy import WRAPS
 
-#: csrc/ops.cpp, kOperations
-OPERATIONS = (
-    "embedding",
-    "embedding_bag",
-    "gather",
-    "scatter",
-    "index_select",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "take",
-    "one_hot",
-    "indexing",
-)
+_NUMBERS = {name: number for number, name in enumerate(_C.operations)}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -59,9 +46,13 @@ _SIGNATURES = {
     "index_fill": _Signature("index_fill", *_ALONG, True),
     "take": _Signature("take", None, (1, "index"), True),
 }
-_LEFT_ALONE = object()
 #: What is told of every call that is not being traced: (name of the operation or of the loss, its arguments).
 observers: list[Callable[[str, dict[str, Any]], None]] = []
+
+
+def observe(name: str, arguments: dict[str, Any]) -> None:
+    for observer in tuple(observers):
+        observer(name, arguments)
 
 
 def checked(
@@ -86,15 +77,12 @@ def checked(
         flags |= WRAPS
         given = torch.where(given < 0, given + size, given)
     if not torch.compiler.is_compiling():
-        for observer in tuple(observers):
-            observer(operation, {"input": source, "index": index})
-    copy = ops.check_index(given, source.detach(), dim, OPERATIONS.index(operation), flags, functional.site())
+        observe(operation, {"input": source, "index": index})
+    copy = ops.check_index(given, source.detach(), dim, _NUMBERS[operation], flags, functional.site())
     return copy.clamp(0, size - 1).to(index.dtype)
 
 
-def _argument(
-    place: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = _LEFT_ALONE
-) -> Any:
+def _argument(place: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:
     position, name = place
     return args[position] if len(args) > position else kwargs.get(name, default)
 
@@ -115,7 +103,7 @@ def _along_dim(original: Callable[..., Any], signature: _Signature, flags: _Flag
         index = _argument(signature.indices, args, kwargs)
         if (todo := flags()) is None or has_torch_function((source, index)):
             return original(*args, **kwargs)
-        dim = None if signature.dim is None else _argument(signature.dim, args, kwargs, None)
+        dim = None if signature.dim is None else _argument(signature.dim, args, kwargs)
         if isinstance(source, Tensor) and isinstance(index, Tensor) and (signature.dim is None or isinstance(dim, int)):
             if dim is None or -source.dim() <= dim < max(source.dim(), 1):  # or torch says what is wrong
                 index = checked(signature.operation, index, source, dim, todo, signature.wraps)
@@ -222,5 +210,5 @@ def replacements(flags: _Flags) -> Iterator[tuple[Any, str, Callable[..., Any]]]
         yield owner, "one_hot", _one_hot(owner.one_hot, flags)
 
 
-#: Python functions of torch.nn.functional: by name, the argument that holds indices into the rows of `weight`.
-EMBEDDINGS = {"embedding": "input", "embedding_bag": "input"}
+#: Python functions of torch.nn.functional, whose `input` holds indices into the rows of `weight`.
+EMBEDDINGS = ("embedding", "embedding_bag")

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _indexing, _native, _violations, functional
-from ._indexing import observers
 from ._policy import OnViolation, When, _check, explicit_flags
 
 __all__ = ["patch", "patched", "unpatch"]
@@ -33,22 +32,22 @@ class _Patched(NamedTuple):
     has_extra: Callable[[dict[str, Any]], bool]  # whether native does not check at all what lossguard would
 
 
-_EMBEDDING = {name: _native.copy_of(getattr(F, name)) for name in _indexing.EMBEDDINGS}
-_FUNCTIONS: dict[Any, Optional[_Patched]] = {
-    **{getattr(F, name): None for name in _indexing.EMBEDDINGS},
-    F.binary_cross_entropy: _Patched(
+_LOSSES = {
+    "binary_cross_entropy": _Patched(
         functional.binary_cross_entropy, ("input", "target", "weight"), lambda call: False
     ),
-    F.binary_cross_entropy_with_logits: _Patched(
+    "binary_cross_entropy_with_logits": _Patched(
         functional.binary_cross_entropy_with_logits, ("input", "target", "weight", "pos_weight"), lambda call: True
     ),
-    F.nll_loss: _Patched(functional.nll_loss, ("input", "target", "weight"), lambda call: False),
-    F.cross_entropy: _Patched(
+    "nll_loss": _Patched(functional.nll_loss, ("input", "target", "weight"), lambda call: False),
+    "cross_entropy": _Patched(
         functional.cross_entropy,
         ("input", "target", "weight"),
         lambda call: isinstance(call["target"], Tensor) and call["target"].is_floating_point(),
     ),
 }
+_FUNCTIONS: dict[str, Any] = {name: getattr(F, name) for name in (*_LOSSES, *_indexing.EMBEDDINGS)}
+_EMBEDDING = {name: _native.copy_of(_FUNCTIONS[name]) for name in _indexing.EMBEDDINGS}
 _HOOK = "_lossguard_call"  # the name by which the new code, whose globals are torch's, finds `_call`
 
 
@@ -151,7 +150,7 @@ def _set(options: Optional[_Options]) -> None:
         return
     if options is not None and _options is None:
         setattr(F, _HOOK, _call)
-        for function in _FUNCTIONS:
+        for function in _FUNCTIONS.values():
             _original[function] = function.__code__
             function.__code__ = _code_of_call(function)
         # Its keys are graphs that call torch's functions: what they mean is not the same now.
@@ -204,36 +203,29 @@ def _code_of_call(function: Any) -> CodeType:
     return code.replace(co_filename=was.co_filename, co_firstlineno=was.co_firstlineno)
 
 
-_BY_NAME = {function.__name__: function for function in _FUNCTIONS}
-
-
 def _call(name: str, **arguments: Any) -> Tensor:
-    function = _BY_NAME[name]
     if name in _indexing.EMBEDDINGS:
-        return _embedding(name, function, arguments)
-    patched = _FUNCTIONS[function]
-    assert patched is not None
-    ours, names, has_extra = patched
+        return _embedding(name, arguments)
+    ours, names, has_extra = _LOSSES[name]
     tensors = tuple(arguments[tensor] for tensor in names if arguments[tensor] is not None)
     if has_torch_function(tensors):
         first, second, *others = arguments
         positional = arguments[first], arguments[second]  # as torch hands them on
         overridden: Tensor = handle_torch_function(
-            function, tensors, *positional, **{other: arguments[other] for other in others}
+            _FUNCTIONS[name], tensors, *positional, **{other: arguments[other] for other in others}
         )
         return overridden
     options = _options
     if options is None:  # another thread has undone it
         return functional.NATIVE[name](**arguments)
     if not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-        for observer in tuple(observers):
-            observer(name, arguments)
+        _indexing.observe(name, arguments)
         if not options.strict and has_extra(arguments):
-            return _warned(name, arguments, options)
+            return _warned(name, ours, arguments, options)
     return ours(**arguments, strict=options.strict, **options.policy)
 
 
-def _embedding(name: str, function: Any, arguments: dict[str, Any]) -> Tensor:
+def _embedding(name: str, arguments: dict[str, Any]) -> Tensor:
     indices, weight = (arguments[key] for key in ("input", "weight"))
     flags = _index_flags()
     if flags is not None and isinstance(weight, Tensor) and not has_torch_function((indices, weight)):
@@ -242,10 +234,9 @@ def _embedding(name: str, function: Any, arguments: dict[str, Any]) -> Tensor:
     return _EMBEDDING[name](**arguments)
 
 
-def _warned(name: str, arguments: dict[str, Any], options: _Options) -> Tensor:
+def _warned(name: str, ours: Callable[..., Tensor], arguments: dict[str, Any], options: _Options) -> Tensor:
     """What native does not check: warned of, and computed as native does, with what is outside."""
-    ours = getattr(functional, name)
-    if options.policy["on_violation"] != "skip" and not torch._C._are_functorch_transforms_active():
+    if options.policy["on_violation"] != "skip":
         with torch.no_grad(), _violations.only_warning():
             ours(**arguments, strict=True, on_violation="warn", when="immediately")
     if options.policy["check_finite"]:

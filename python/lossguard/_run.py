@@ -114,13 +114,12 @@ def run(options: argparse.Namespace) -> int:
     is_module = options.module is not None
     if not is_module and argv[0] != "-" and not os.path.exists(argv[0]):
         options.parser.error(f"no such script: {argv[0]}")
-    for name in ("json", "save_batch"):  # the script may go to another folder
-        path = getattr(options, name)
-        setattr(options, name, path and os.path.abspath(path))
     for name in ("json", "save_batch"):
-        folder = os.path.dirname(getattr(options, name) or "") or "."
-        if not os.path.isdir(folder):
-            options.parser.error(f"no such folder: {folder}")
+        if getattr(options, name):
+            path = os.path.abspath(getattr(options, name))  # the script may go to another folder
+            if not os.path.isdir(os.path.dirname(path)):
+                options.parser.error(f"no such folder: {os.path.dirname(path)}")
+            setattr(options, name, path)
     watch = Watch(options)
     as_before = _become_main(argv, is_module, options.own_process)
     watch.begin()

@@ -792,12 +792,21 @@ _SOFT_TARGETS: tuple[_Rule[_Facts], ...] = (
     ),
 )
 
-_BATCH_OF_ONE = (
-    "a batch of one sample, NaN throughout: a standard deviation over one sample is NaN. Leave out the last, "
-    "incomplete batch, or use correction=0."
-)
 _FIND_NAN = "print(lossguard.find_nonfinite(model, batch))  # where it begins\ntorch.autograd.set_detect_anomaly(True)"
-_DROP_LAST = "loader = torch.utils.data.DataLoader(dataset, batch_size, shuffle=True, drop_last=True)"
+_DIVERGED = (
+    "the model diverged upstream of the loss "
+    "(lower the learning rate, clip gradients; torch.autograd.set_detect_anomaly(True) finds the operation)."
+)
+_BATCH_OF_ONE: _Rule[Any] = _Rule(
+    "batch-of-one",
+    ("NaN",),
+    lambda f: f.is_batch_of_one,
+    "a batch of one sample, NaN throughout: a standard deviation over one sample is NaN. Leave out the last, "
+    "incomplete batch, or use correction=0.",
+    "the input is {f.input_shape}, and all of its {n} elements are NaN.",
+    "loader = torch.utils.data.DataLoader(dataset, batch_size, shuffle=True, drop_last=True)",
+    alone=False,
+)
 
 _PROBABILITIES: tuple[_Rule[_Facts], ...] = (
     _Rule(
@@ -817,21 +826,12 @@ _PROBABILITIES: tuple[_Rule[_Facts], ...] = (
         "{n} of {s.seen} elements of the input {are} outside [0, 1], from {s.min:.9g} to {s.max:.9g}.",
         "input = input.clamp(0, 1)",
     ),
-    _Rule(
-        "batch-of-one",
-        ("NaN",),
-        lambda f: f.is_batch_of_one,
-        _BATCH_OF_ONE,
-        "the input is {f.input_shape}, and all of its {n} elements are NaN.",
-        _DROP_LAST,
-        alone=False,
-    ),
+    _BATCH_OF_ONE,
     _Rule(
         "nan-upstream",
         ("NaN",),
         lambda f: f.every_nan,
-        "NaN in the input (every element): the model diverged upstream of the loss "
-        "(lower the learning rate, clip gradients; torch.autograd.set_detect_anomaly(True) finds the operation).",
+        f"NaN in the input (every element): {_DIVERGED}",
         "all {n} elements of the input are NaN.",
         _FIND_NAN,
     ),
@@ -840,8 +840,7 @@ _PROBABILITIES: tuple[_Rule[_Facts], ...] = (
         ("NaN",),
         lambda f: True,
         "NaN in the input ({n} of {s.seen} elements): missing values or a division by zero in these samples, "
-        "or the model diverged upstream of the loss "
-        "(lower the learning rate, clip gradients; torch.autograd.set_detect_anomaly(True) finds the operation).",
+        "or " + _DIVERGED,
         "{n} of {s.seen} elements of the input {are} NaN, the first at {s.indices[0]}.",
         _FIND_NAN,
     ),
@@ -874,21 +873,12 @@ _NOT_FINITE: tuple[_Rule[_Infinities], ...] = (
         "samples that are NaN in all elements: {f.nan_samples} of {f.input_shape[0]}; in some: none.",
         "print(input.isnan().flatten(1).all(1).nonzero())  # which samples",
     ),
-    _Rule(
-        "batch-of-one",
-        ("NaN",),
-        lambda f: f.is_batch_of_one,
-        _BATCH_OF_ONE,
-        "the input is {f.input_shape}, and all of its {n} elements are NaN.",
-        _DROP_LAST,
-        alone=False,
-    ),
+    _BATCH_OF_ONE,
     _Rule(
         "nan-upstream",
         ("NaN", "+inf"),
         lambda f: True,
-        "the model diverged upstream of the loss (lower the learning rate, clip gradients; "
-        "torch.autograd.set_detect_anomaly(True) finds the operation).",
+        _DIVERGED,
         "{n} of {s.seen} elements of the input {are} NaN or +inf, the first at {s.indices[0]}.",
         _FIND_NAN,
     ),
