@@ -451,10 +451,12 @@ def main() -> int:
     session.work.mkdir(parents=True, exist_ok=True)
     lock = threading.Lock()
 
-    def save() -> None:
+    def save() -> dict[str, Any]:
         with lock:
+            found = facts(session, runner)
             if runner.results["machine"]["records"]:  # or else it would replace the results of a machine with a GPU
-                write(facts(session, runner), folder)
+                write(found, folder)
+            return found
 
     runner = Runner(session, STEPS, wanted, save)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -463,8 +465,8 @@ def main() -> int:
             runner.run(together)
     finally:
         runner.stop()
-        save()
-    print("\n" + as_markdown(facts(session, runner)))
+        found = save()
+    print("\n" + as_markdown(found))
     return int(any(result["status"] in FAILURES for result in runner.results.values()))
 
 

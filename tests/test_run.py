@@ -259,6 +259,34 @@ def test_what_runs_after_the_last_line(script: Script) -> None:
     assert done.returncode == 66
 
 
+EXECUTORS = """
+    import time
+    from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+    import torch
+
+    def bad():
+        time.sleep(0.2)
+        torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([3]))
+
+    if __name__ == "__main__":
+        {0}Executor(1)
+        kept.submit(bad)
+        {1}Executor(1)
+        other.submit(print, "done").result()
+"""
+
+
+@pytest.mark.parametrize("first, second", [("ThreadPool", "ProcessPool"), ("ProcessPool", "ThreadPool")])
+def test_executors_that_are_left_open(script: Script, first: str, second: str) -> None:
+    """Python tells their threads to end, and waits for what they were given."""
+    executors = script(EXECUTORS.format(f"kept = {first}", f"other = {second}"))
+    done = in_process("--on-violation", "warn", executors)
+    assert done.stdout == "done\n", done.stderr
+    assert "Target 3 is out of bounds" in done.stderr
+    assert done.returncode == (66 if first == "ThreadPool" else 0)  # of this process
+
+
 def test_other_kinds_of_scripts(script: Script, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").mkdir()

@@ -189,6 +189,7 @@ class Watch:
 
     def execute(self, argv: list[str], is_module: bool) -> int:
         status = 0
+        before = {*threading.enumerate()}
         try:
             if is_module:
                 runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
@@ -196,7 +197,7 @@ class Watch:
                 _run_script(argv[0])
             else:  # a folder, an archive, bytecode
                 runpy.run_path(os.path.abspath(argv[0]), run_name="__main__")
-            _join_threads()
+            _join_threads(before)
             _pending.check()  # what the last losses had to say
         except SystemExit as leave:
             status = _status_of(leave)
@@ -327,10 +328,20 @@ def _is_source(path: str) -> bool:
         return b"\0" not in file.read(4096)
 
 
-def _join_threads() -> None:
-    """Those that python waits for before it ends."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
+def _join_threads(before: set[threading.Thread]) -> None:
+    """Of those since `before`, the ones that python waits for before it ends, in its way."""
+
+    def started() -> list[threading.Thread]:
+        current = threading.current_thread()
+        return [t for t in threading.enumerate() if t is not current and not t.daemon and t not in before]
+
+    if not started():
+        return
+    # The threads of an executor wait for more to do until they are told, as python does, that there is none.
+    for tell in reversed(getattr(threading, "_threading_atexits", ())):
+        tell()
+    while threads := started():
+        for thread in threads:
             thread.join()
 
 
