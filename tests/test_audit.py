@@ -1094,19 +1094,21 @@ def test_command_says_what_is_unreadable(labels_file, capsys, arguments, message
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "arguments, said",
     [
-        [],
-        ["a", "--num-classes", "0"],
-        ["a", "--workers", "-1"],
-        ["a", "--kind", "x"],
-        ["a", "--max-samples", "x"],
+        ([], "arguments are required"),
+        (["a", "--num-classes", "0"], "--num-classes: '0' is not a whole number of 1 or more"),
+        (["a", "--num-classes", "ten"], "--num-classes: 'ten' is not a whole number of 1 or more"),
+        (["a", "--workers", "-1"], "--workers: '-1' is not a whole number of 0 or more"),
+        (["a", "--ignore-index", "x"], "--ignore-index: 'x' is neither a whole number nor none"),
+        (["a", "--kind", "x"], "invalid choice"),
     ],
 )
-def test_command_used_wrongly(arguments, capsys):
+def test_command_used_wrongly(arguments, said, capsys):
     with pytest.raises(SystemExit) as caught:
         run(*arguments)
-    assert caught.value.code == 2 and "usage: lossguard audit" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and "usage: lossguard audit" in err and said in err
 
 
 def test_command_help(capsys):

@@ -165,6 +165,11 @@ def test_where_the_label_is():
         CheckedDataset(Items(["cat"]), 5)[0]
 
 
+def test_repr():
+    shown = "CheckedDataset(Items of 2, num_classes=5, ignore_index=-100, label='y')"
+    assert repr(CheckedDataset(Items([{"y": 0}, {"y": 1}]), 5, label="y")) == shown
+
+
 def test_what_is_refused_at_once():
     for wrong in (Stream(), 5):
         with pytest.raises(TypeError, match="CheckedDataset wants a map-style dataset"):

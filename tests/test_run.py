@@ -105,6 +105,12 @@ def test_going_on(action: str, script: Script, tmp_path: Path, capsys: pytest.Ca
     assert report["text"].startswith("Target 7 is out of bounds")
 
 
+def test_reports_are_printed(script: Script, capsys: pytest.CaptureFixture) -> None:
+    assert run("-o", "skip", "--json", "-", script(), 2) == 66
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert json.loads(line)["values"] == [7]
+
+
 def test_the_batch_is_saved(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     saved = tmp_path / "bad.pt"
     assert run("--quiet", "--save-batch", saved, script(), 2) == 65

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -51,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("path", metavar="PATH", help="what holds the labels, see above")
     parser.add_argument(
         "--num-classes",
-        type=_positive,
+        type=_at_least(1),
         metavar="N",
         help="outputs of the model; by default the largest label + 1, which lets every such label pass",
     )
@@ -74,9 +75,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("classes", "probabilities", "binary"),
         help="what labels are: class indices, class probabilities, or targets in [0, 1]; by default as they look",
     )
-    parser.add_argument("--max-samples", type=_positive, metavar="N", help="end after N samples, rows or files")
+    parser.add_argument("--max-samples", type=_at_least(1), metavar="N", help="end after N samples, rows or files")
     parser.add_argument(
-        "--workers", type=_at_least_0, default=0, metavar="N", help="processes that read a dataset (default: 0)"
+        "--workers", type=_at_least(0), default=0, metavar="N", help="processes that read a dataset (default: 0)"
     )
     parser.add_argument("--weights", action="store_true", help="print class weights, as a line of Python, also if even")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it instead of the text")
@@ -167,22 +168,23 @@ def _load(module: str) -> Any:
         raise ImportError(f"{module} could not be imported: {type(error).__name__}: {error}") from error
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            if (value := int(text)) >= least:
+                return value
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
 
-
-def _at_least_0(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return number
 
 
 def _index_or_none(text: str) -> Optional[int]:
-    return None if text.lower() == "none" else int(text)
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor none") from None
 
 
 def _label(text: str) -> Label:

@@ -96,7 +96,9 @@ def add_parser(commands: Any) -> None:
     then.add_argument(
         "--pdb", action="store_true", help="if a violation ends the script, open pdb where the loss was called"
     )
-    then.add_argument("-j", "--json", metavar="FILE", help="append every report to FILE, a line of JSON each")
+    then.add_argument(
+        "-j", "--json", metavar="FILE", help="append every report to FILE, a line of JSON each; - prints them"
+    )
     then.add_argument(
         "-s", "--save-batch", metavar="FILE.pt", help="save the tensors of the first bad call, for torch.load"
     )
@@ -115,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     if not is_module and argv[0] != "-" and not os.path.exists(argv[0]):
         options.parser.error(f"no such script: {argv[0]}")
     for name in ("json", "save_batch"):
-        if getattr(options, name):
+        if getattr(options, name) and (name, getattr(options, name)) != ("json", "-"):
             path = os.path.abspath(getattr(options, name))  # the script may go to another folder
             if not os.path.isdir(os.path.dirname(path)):
                 options.parser.error(f"no such folder: {os.path.dirname(path)}")
@@ -259,8 +261,11 @@ class Watch:
 
 
 def append(path: str, report: Report) -> None:
-    """As one write, which those of other processes do not come between."""
+    """As one write, which those of other processes do not come between. To standard output, if path is -."""
     line = json.dumps({**report.to_dict(), "text": str(report), "pid": os.getpid()}) + "\n"
+    if path == "-":
+        print(line, end="", flush=True)
+        return
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         os.write(file, line.encode())

@@ -68,6 +68,12 @@ class CheckedDataset(Dataset[Any]):
         check_arguments(num_classes, ignore_index)
         self.dataset, self.num_classes, self.ignore_index, self.label = dataset, num_classes, ignore_index, label
 
+    def __repr__(self) -> str:
+        label = "" if self.label is None else f", label={self.label!r}"
+        checks = f"num_classes={self.num_classes}, ignore_index={self.ignore_index}{label}"
+        size = f" of {len(self)}" if hasattr(self.dataset, "__len__") else ""
+        return f"CheckedDataset({type(self.dataset).__name__}{size}, {checks})"
+
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
