@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import lossguard
 import pytest
@@ -275,3 +276,16 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="on_violation"):
         lossguard.patch(on_violation="explode")  # type: ignore[arg-type]
     assert not lossguard._patch.is_patched()
+
+
+def test_in_a_notebook() -> None:
+    """A cell that ends in a result shows it as print does, by IPython's protocol."""
+    with pytest.raises(TargetOutOfBoundsError) as caught:
+        lossguard.functional.cross_entropy(*batch(bad=True))
+    report = caught.value.report
+    broken = lossguard.find_nonfinite(nn.Linear(3, 2), torch.full((2, 3), torch.inf))
+    found = lossguard.audit([1, 2, 7], 5), lossguard.preflight(nn.Linear(3, 2), torch.zeros(2, 3)), broken, report
+    for each in (*found, *lossguard.diagnose(report)):
+        printer = Mock()
+        vars(type(each))["_repr_pretty_"](each, printer, False)  # inherited, it would be second to the repr
+        printer.text.assert_called_once_with(str(each))

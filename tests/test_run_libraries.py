@@ -56,6 +56,25 @@ SEGMENTATION = """
     criterion({"out": head(torch.randn(2, 3, 16, 16))}, masks).backward()
 """
 
+SEGMENTATION_MODELS = """
+    import sys
+    import torch
+    from segmentation_models_pytorch import losses
+
+    logits = torch.randn(2, 4, 8, 8, requires_grad=True)
+    masks, binary = torch.randint(4, (2, 8, 8)), torch.randint(2, (2, 1, 8, 8)).float()
+    masks[0, 0, 0] = binary[0, 0, 0, 0] = 255
+    loss = sys.argv[1]
+    if loss == "SoftBCEWithLogitsLoss":
+        losses.SoftBCEWithLogitsLoss()(logits[:, :1], binary).backward()
+    elif loss == "FocalLoss":
+        losses.FocalLoss("binary")(logits[:, :1], binary).backward()
+    elif loss == "DiceLoss":
+        losses.DiceLoss("multiclass")(logits, masks).backward()
+    else:
+        losses.SoftCrossEntropyLoss(smooth_factor=0.1)(logits, masks).backward()
+"""
+
 LIGHTNING = """
     import logging
     import lightning
@@ -88,10 +107,10 @@ LIGHTNING = """
 """
 
 
-def run(tmp_path: Path, text: str, *arguments: str) -> tuple[int, list[dict]]:
+def run(tmp_path: Path, text: str, *arguments: str, options: tuple[str, ...] = ()) -> tuple[int, list[dict]]:
     script, log = tmp_path / "train.py", tmp_path / "violations.jsonl"
     script.write_text(textwrap.dedent(text))
-    status = main(["run", "--immediately", "--json", str(log), str(script), *arguments])
+    status = main(["run", "--immediately", "--json", str(log), *options, str(script), *arguments])
     return status, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
@@ -113,6 +132,21 @@ def test_a_segmentation_head_and_its_void_pixels(tmp_path: Path, capsys: pytest.
     assert (report["count"], report["values"], report["shapes"]["target"]) == (64, [255] * 16, [2, 16, 16])
     assert "ignore_index=255" in report["hints"][0]
     assert 'nn.functional.cross_entropy(outputs["out"], target)' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, calls",
+    [
+        ("SoftBCEWithLogitsLoss", "BCEWithLogitsLoss"),
+        ("FocalLoss", "BCEWithLogitsLoss"),
+        ("DiceLoss", "one_hot"),
+        ("SoftCrossEntropyLoss", "gather"),
+    ],
+)
+def test_losses_of_segmentation_models_pytorch(name: str, calls: str, tmp_path: Path) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    status, (report,) = run(tmp_path, SEGMENTATION_MODELS, name, options=("--strict",))
+    assert (status, report["loss"], report["values"]) == (65, calls, [255])
 
 
 def test_a_lightning_loop(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

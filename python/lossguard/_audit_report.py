@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ._audit_count import FIRST, Offender
-from .report import _number, _plain, shorten
+from .report import _number, _plain, as_printed, shorten
 
 _WIDTH = 100
 _ROWS = 20  # classes that are listed one by one
@@ -161,6 +161,8 @@ class Audit:
         draw(self, path)
 
     # The text.
+
+    _repr_pretty_ = as_printed
 
     def __str__(self) -> str:
         lines = [f"audit of {self.source}: {self._verdict()}"]

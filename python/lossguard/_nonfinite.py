@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import _callsite
 from ._native import _describe
 from ._preflight_batch import call_arguments, checked_model, restored, split_batch, tensors_given, tensors_in
-from .report import CallSite, _index, _number, _plain
+from .report import CallSite, _index, _number, _plain, as_printed
 
 _FIRST = 16  # offenders that are kept, as in a Report
 MOST_NAMES = 5
@@ -125,6 +125,8 @@ class NonFinite:
         parts["call_site"] = dataclasses.asdict(self.call_site) if self.call_site else None
         parts["error"] = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
         return {"ok": self.ok, **_plain(parts)}
+
+    _repr_pretty_ = as_printed
 
     def __str__(self) -> str:
         if self.ok:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import LossValidationError
-from .report import Report, Section
+from .report import Report, Section, as_printed
 
 __all__ = ["Cause", "diagnose", "likely_causes"]
 
@@ -28,6 +28,8 @@ class Cause:
     what: str  #: a sentence, with what to do
     evidence: str  #: the numbers that speak for it
     fix: str  #: a line of Python, or two; with torch's names: input, target, criterion, model
+
+    _repr_pretty_ = as_printed
 
     def __str__(self) -> str:
         fix = self.fix.replace("\n", "\n       ")

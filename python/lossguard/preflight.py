@@ -45,7 +45,7 @@ from ._preflight_batch import (
     tensors_in,
 )
 from ._preflight_explain import Found, Severity, explain, kind_of, raised_text, values_per_channel
-from .report import Report, shorten
+from .report import Report, as_printed, shorten
 
 __all__ = ["BadTensor", "Finding", "NonFinite", "Preflight", "find_nonfinite", "preflight"]
 
@@ -103,6 +103,8 @@ class Preflight:
         """Plain dicts, lists, numbers and strings."""
         findings = [finding.to_dict() for finding in self.findings]
         return {"ok": self.ok, "model": self.model, "facts": dict(self.facts), "findings": findings}
+
+    _repr_pretty_ = as_printed
 
     def __str__(self) -> str:
         counts = [(sum(f.severity == kind for f in self.findings), kind) for kind in ("error", "warning", "note")]

@@ -15,6 +15,11 @@ _MAX_SOURCE = 160
 _MAX_PATH = 200
 
 
+def as_printed(self: Any, printer: Any, cycle: bool) -> None:
+    """IPython's `_repr_pretty_`: a notebook shows it as ``print`` does. In the class itself, or its repr is shown."""
+    printer.text(str(self))
+
+
 @dataclass(frozen=True)
 class CallSite:
     """The line of the caller's code that called the loss."""
@@ -106,6 +111,8 @@ class Report:
             name: whole["sections"][0][name] for name in ("kind", "tensor", "count", "indices", "values", "counts")
         }
         return {**leading, **whole}
+
+    _repr_pretty_ = as_printed
 
     def __str__(self) -> str:
         lines: list[str] = []
