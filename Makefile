@@ -20,13 +20,13 @@ demo: $(VENV)/.ready-demo ## train on handwritten digits through four accidents
 	@$(PY) -m lossguard demo
 
 test: test-emulated ## run the tests, on the CUDA kernels in the emulator and then as installed
-	@echo "== running the tests (about 10 minutes on 2 cores)"
+	@echo "== running the tests (about 12 minutes on 2 cores)"
 	@$(PY) -m pytest
 
 test-emulated: $(VENV)/.ready-test ## run the tests on the CUDA kernels in the emulator
 	@echo "== building the CUDA kernels for the emulator (about 2 minutes on 2 cores)"
 	@$(PY) tests/cuda_emulator/build.py >/dev/null
-	@echo "== running the tests on them (about 5 minutes on 2 cores)"
+	@echo "== running the tests on them (about 7 minutes on 2 cores)"
 	@PYTHONPATH=$(CURDIR)/build/emulated $(PY) -m pytest
 
 # Its PTX is not compressed, so that the tests can read it.

@@ -1104,6 +1104,7 @@ def test_command_says_what_is_unreadable(labels_file, capsys, arguments, message
         (["a", "--workers", "-1"], "--workers: '-1' is not a whole number of 0 or more"),
         (["a", "--ignore-index", "x"], "--ignore-index: 'x' is neither a whole number nor none"),
         (["a", "--kind", "x"], "invalid choice"),
+        (["a", "--max-samples", "x"], "--max-samples: 'x' is not a whole number of 1 or more"),
     ],
 )
 def test_command_used_wrongly(arguments, said, capsys):

@@ -276,9 +276,9 @@ EXECUTORS = """
         torch.nn.functional.cross_entropy(torch.zeros(1, 3), torch.tensor([3]))
 
     if __name__ == "__main__":
-        {0}Executor(1)
+        kept = {0}Executor(1)
         kept.submit(bad)
-        {1}Executor(1)
+        other = {1}Executor(1)
         other.submit(print, "done").result()
 """
 
@@ -286,7 +286,7 @@ EXECUTORS = """
 @pytest.mark.parametrize("first, second", [("ThreadPool", "ProcessPool"), ("ProcessPool", "ThreadPool")])
 def test_executors_that_are_left_open(script: Script, first: str, second: str) -> None:
     """Python tells their threads to end, and waits for what they were given."""
-    executors = script(EXECUTORS.format(f"kept = {first}", f"other = {second}"))
+    executors = script(EXECUTORS.format(first, second))
     done = in_process("--on-violation", "warn", executors)
     assert done.stdout == "done\n", done.stderr
     assert "Target 3 is out of bounds" in done.stderr

@@ -427,7 +427,7 @@ def find_nonfinite(
         if found:
             print(found)
 
-    The model runs in the mode it is in, and in the caller's autocast; nothing is changed (see the top of this module,
+    The model runs in the mode it is in, and in the caller's autocast; nothing is changed (see the top of preflight.py,
     which also says what of a batch goes to the model). Inputs, parameters and buffers that are not finite are named
     before anything runs. In inputs and buffers -inf is let through, as a mask.
 

@@ -117,8 +117,9 @@ def run(options: argparse.Namespace) -> int:
     if not is_module and argv[0] != "-" and not os.path.exists(argv[0]):
         options.parser.error(f"no such script: {argv[0]}")
     for name in ("json", "save_batch"):
-        if getattr(options, name) and (name, getattr(options, name)) != ("json", "-"):
-            path = os.path.abspath(getattr(options, name))  # the script may go to another folder
+        given = getattr(options, name)
+        if given and not (name == "json" and given == "-"):
+            path = os.path.abspath(given)  # the script may go to another folder
             if not os.path.isdir(os.path.dirname(path)):
                 options.parser.error(f"no such folder: {os.path.dirname(path)}")
             setattr(options, name, path)
